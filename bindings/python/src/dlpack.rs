@@ -23,6 +23,9 @@ const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 /// The CPU's memory, and the CPU's memory that is pinned for CUDA or ROCm.
 const HOST: [i32; 3] = [CPU, 3, 11];
+/// The types of elements that are integers.
+pub(crate) const SIGNED: u8 = 0;
+pub(crate) const UNSIGNED: u8 = 1;
 /// The type of elements that are handles.
 const OPAQUE: u8 = 3;
 const READ_ONLY: u64 = 1;
@@ -83,11 +86,16 @@ pub(crate) struct Exported<'py> {
     pub(crate) owner: Bound<'py, PyAny>,
 }
 
+/// Kind and number of the device that an object which speaks DLPack is on, unless it is the host.
+pub(crate) fn device_of(object: &Bound<'_, PyAny>) -> PyResult<Option<(i32, i32)>> {
+    let device: (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+    Ok(Some(device).filter(|(kind, _)| !HOST.contains(kind)))
+}
+
 /// The memory of an object that speaks DLPack. The capsule is not consumed: holding it holds the tensor.
 pub(crate) fn import<'py>(object: &Bound<'py, PyAny>, asked: Asked) -> PyResult<Exported<'py>> {
     let py = object.py();
-    let device: (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
-    let device = Some(device).filter(|(kind, _)| !HOST.contains(kind));
+    let device = device_of(object)?;
     if let Some((kind, id)) = device.filter(|_| asked.host_only) {
         return Err(unsupported_place(py, asked, &format!("DLPack device {kind}:{id}")));
     }

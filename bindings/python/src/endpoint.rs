@@ -1,14 +1,13 @@
 //! The front door.
-#![allow(unsafe_code, reason = "passes on a stream that the caller vouches for")]
 
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use towline::{Limits, NixlOptions, Request, Routing, cuda, room};
+use towline::{Limits, NixlOptions, cuda, room};
 
 use crate::asked::Asked;
 use crate::attention::without_gil;
@@ -20,53 +19,19 @@ use crate::import::Import;
 use crate::lender::Lender;
 use crate::number::Number;
 use crate::process::{self, Inherited};
+use crate::program::Program;
 use crate::quotas::Quotas;
 use crate::region::{self, Region};
 use crate::remote::Remote;
 use crate::request::{BlocksArgument, PartArgument, What, access, routing, seconds};
 use crate::stats::Stats;
+use crate::terms::{Terms, TermsArgument};
 use crate::tls::Tls;
 use crate::transfer::Transfer;
 use crate::{owners, ticket};
 
 const ASKED: Asked =
     Asked { op: "register", argument: "obj", host_only: false, views: false, ordered: false };
-
-/// What goes for a request as a whole.
-struct Terms {
-    notify: Option<Vec<u8>>,
-    /// Part, offset and how much to add.
-    signal: Option<(usize, u64, u64)>,
-    timeout: Option<Duration>,
-    stall: Option<Duration>,
-    routing: Option<Routing>,
-    stream: Option<usize>,
-}
-
-impl Terms {
-    fn apply(self, mut request: Request<'_>) -> Request<'_> {
-        if let Some(message) = self.notify {
-            request = request.notify(message);
-        }
-        if let Some((part, offset, add)) = self.signal {
-            request = request.signal_in(part, offset, add);
-        }
-        if let Some(routing) = self.routing {
-            request = request.routing(routing);
-        }
-        if let Some(timeout) = self.timeout {
-            request = request.within(timeout);
-        }
-        if let Some(stall) = self.stall {
-            request = request.stall_within(stall);
-        }
-        if let Some(stream) = self.stream {
-            // SAFETY: the caller vouches for the stream, as for all that it hands to CUDA.
-            request = unsafe { request.stream(cuda::StreamHandle(stream)) };
-        }
-        request
-    }
-}
 
 /// This process on the fabric.
 #[pyclass(frozen, module = "towline._native")]
@@ -229,8 +194,7 @@ impl Endpoint {
 
     /// Starts a read (or, with `writes`, a write).
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
-    #[pyo3(signature = (writes, remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans, blocks, notify,
-                        signal, timeout, stall_timeout, require, forbid, stream))]
+    #[pyo3(signature = (writes, remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans, blocks, terms))]
     fn start(
         &self,
         py: Python<'_>,
@@ -240,31 +204,14 @@ impl Endpoint {
         at: Option<&Bound<'_, PyAny>>,
         spans: Option<&Bound<'_, PyAny>>,
         blocks: Option<BlocksArgument<'_>>,
-        notify: Option<&[u8]>,
-        signal: Option<(u64, u64)>,
-        timeout: Option<f64>,
-        stall_timeout: Option<f64>,
-        require: Vec<String>,
-        forbid: Vec<String>,
-        stream: Option<usize>,
+        terms: TermsArgument,
     ) -> PyResult<Transfer> {
         let op = if writes { "write" } else { "read" };
         let endpoint = self.enter(py, op)?;
         let local = region::local(op, local, !writes)?;
         let what = What::from_objects(py, op, at, spans, blocks)?;
-        let routing = routing(py, &require, &forbid, None)?;
-        let timeout = seconds(py, op, "timeout", timeout)?;
-        let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
-        let notify = notify.map(|message| room::copy(op, message)).transpose().or_raise(py)?;
+        let terms = Terms::from_argument(py, op, terms)?;
         let remote = &*remote.get().0;
-        let terms = Terms {
-            notify,
-            signal: signal.map(|(offset, add)| (0, offset, add)),
-            timeout,
-            stall,
-            routing,
-            stream,
-        };
         let started = py.detach(|| {
             let len = local.len();
             let request = if writes { endpoint.write(remote, local) } else { endpoint.read(remote, local) };
@@ -276,7 +223,7 @@ impl Endpoint {
     /// Starts a read (or, with `writes`, a write) of several parts.
     #[allow(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     #[pyo3(signature = (writes, parts: "Iterable[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None",
-                        spans, blocks, notify, signal, timeout, stall_timeout, require, forbid, stream))]
+                        spans, blocks, terms))]
     fn start_parts(
         &self,
         py: Python<'_>,
@@ -285,13 +232,7 @@ impl Endpoint {
         at: Option<&Bound<'_, PyAny>>,
         spans: Option<&Bound<'_, PyAny>>,
         blocks: Option<BlocksArgument<'_>>,
-        notify: Option<&[u8]>,
-        signal: Option<(u64, u64, usize)>,
-        timeout: Option<f64>,
-        stall_timeout: Option<f64>,
-        require: Vec<String>,
-        forbid: Vec<String>,
-        stream: Option<usize>,
+        terms: TermsArgument,
     ) -> PyResult<Transfer> {
         let op = if writes { "write" } else { "read" };
         let endpoint = self.enter(py, op)?;
@@ -303,12 +244,7 @@ impl Endpoint {
             let own = What::from_objects(py, op, at.as_ref(), spans.as_ref(), blocks)?;
             room::push(op, &mut given, (remote, local, own)).or_raise(py)?;
         }
-        let routing = routing(py, &require, &forbid, None)?;
-        let timeout = seconds(py, op, "timeout", timeout)?;
-        let stall = seconds(py, op, "stall_timeout", stall_timeout)?;
-        let notify = notify.map(|message| room::copy(op, message)).transpose().or_raise(py)?;
-        let signal = signal.map(|(offset, add, part)| (part, offset, add));
-        let terms = Terms { notify, signal, timeout, stall, routing, stream };
+        let terms = Terms::from_argument(py, op, terms)?;
         let started = py.detach(|| {
             let parts = given.iter().map(|(remote, local, own)| {
                 let part = towline::Part::new(&remote.get().0, local.clone());
@@ -319,6 +255,12 @@ impl Endpoint {
             terms.apply(request).start()
         });
         started.map(Transfer::new).or_raise(py)
+    }
+
+    /// Compiles a request over those parts, to be started many times with nothing but indices.
+    #[pyo3(signature = (parts: "Iterable[tuple[Remote, Region | Span, Layout, Layout]]"))]
+    fn program(&self, py: Python<'_>, parts: &Bound<'_, PyAny>) -> PyResult<Program> {
+        Program::compile(py, self.enter(py, "program")?, parts)
     }
 
     fn fetch_add(

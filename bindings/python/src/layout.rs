@@ -11,6 +11,8 @@ use towline::layout::MAX_DIMS;
 use towline::room::{self, Zeroable};
 use towline::{Dim, IndexList, Indices};
 
+use crate::asked::Asked;
+use crate::dlpack::{self, Exported};
 use crate::errors::{OrRaise, invalid};
 use crate::number::{Number, number};
 use crate::owners::OwnerToken;
@@ -128,7 +130,7 @@ impl Blocks {
     pub(crate) fn from_object(
         object: &Bound<'_, PyAny>,
         op: &'static str,
-        argument: &str,
+        argument: &'static str,
     ) -> PyResult<Blocks> {
         let py = object.py();
         if object.is_none() {
@@ -164,6 +166,9 @@ impl Blocks {
                 copied(py, op, &buffer)?.into_iter().map(u32::try_from).collect();
             return unsigned.map(|list| Blocks(list.into())).map_err(|_| negative());
         }
+        if let Some(list) = of_tensor(object, op, argument)? {
+            return Ok(Blocks(list));
+        }
         if PyBuffer::<u8>::get(object).is_err()
             && let Ok(len) = object.len()
         {
@@ -196,6 +201,51 @@ pub(crate) fn copied<T: Element + Zeroable>(
 ) -> PyResult<Vec<T>> {
     let mut list = room::zeros(op, buffer.item_count()).or_raise(py)?;
     buffer.copy_to_slice(py, &mut list)?;
+    Ok(list)
+}
+
+/// The numbers of a tensor on the host that exports no buffer, as those of torch do: copied in one go. `None` where it is no such tensor.
+fn of_tensor(
+    object: &Bound<'_, PyAny>,
+    op: &'static str,
+    argument: &'static str,
+) -> PyResult<Option<IndexList<'static>>> {
+    let (py, asked) = (object.py(), Asked { op, argument, host_only: false, views: true, ordered: false });
+    if !object.hasattr("__dlpack__")? || dlpack::device_of(object)?.is_some() {
+        return Ok(None);
+    }
+    let tensor = dlpack::import(object, asked)?;
+    if tensor.extent.layout.is_some() {
+        return Ok(None);
+    }
+    let negative = || invalid(py, op, format!("{argument}: a block's index is negative"));
+    let dlpack::Type { code, bits, lanes } = tensor.element;
+    Ok(Some(match (code, bits, lanes) {
+        (dlpack::UNSIGNED, 32, 1) => numbers::<u32>(py, op, &tensor)?.into(),
+        (dlpack::UNSIGNED, 64, 1) => numbers::<u64>(py, op, &tensor)?.into(),
+        (dlpack::SIGNED, 32, 1) => {
+            let list: Result<Vec<u32>, _> =
+                numbers::<i32>(py, op, &tensor)?.into_iter().map(u32::try_from).collect();
+            list.map_err(|_| negative())?.into()
+        }
+        (dlpack::SIGNED, 64, 1) => {
+            let list: Result<Vec<u64>, _> =
+                numbers::<i64>(py, op, &tensor)?.into_iter().map(u64::try_from).collect();
+            list.map_err(|_| negative())?.into()
+        }
+        _ => return Err(wrong(argument)),
+    }))
+}
+
+/// Copies the numbers of a tensor on the host, which lie one after the other.
+fn numbers<T: Zeroable>(py: Python<'_>, op: &'static str, tensor: &Exported<'_>) -> PyResult<Vec<T>> {
+    let mut list: Vec<T> = room::zeros(op, tensor.extent.len / size_of::<T>()).or_raise(py)?;
+    // SAFETY: the tensor has so many bytes there, which its capsule keeps in place; the list has as many, rounded down, and whatever they
+    // are, they are numbers.
+    unsafe {
+        let from = std::ptr::with_exposed_provenance::<u8>(tensor.addr);
+        std::ptr::copy_nonoverlapping(from, list.as_mut_ptr().cast::<u8>(), size_of_val(&list[..]));
+    }
     Ok(list)
 }
 

@@ -21,6 +21,7 @@ mod nixl;
 mod number;
 mod owners;
 mod process;
+mod program;
 mod queue;
 mod quotas;
 mod region;
@@ -28,6 +29,7 @@ mod remote;
 mod request;
 mod shared;
 mod stats;
+mod terms;
 mod ticket;
 mod tls;
 mod transfer;
@@ -84,6 +86,8 @@ mod _native {
     use crate::nixl::{Agent, Region as NixlRegion, Request as NixlRequest, nixl_pack, nixl_unpack};
     #[pymodule_export]
     use crate::owners::held;
+    #[pymodule_export]
+    use crate::program::Program;
     #[pymodule_export]
     use crate::quotas::Quotas;
     #[pymodule_export]

@@ -71,7 +71,7 @@ impl Remote {
 
 /// Every path to a remote region; ``str`` shows it as a table.
 #[pyclass(frozen, module = "towline")]
-pub(crate) struct Explanation(towline::Explanation);
+pub(crate) struct Explanation(pub(crate) towline::Explanation);
 
 #[pymethods]
 impl Explanation {

@@ -421,3 +421,35 @@ def test_a_tensor_that_lost_its_storage_is_used_by_no_agent_window_or_pending_op
         change(offered)
         with pytest.raises(towline.Stale):
             readable.metadata()
+
+
+def test_the_blocks_of_a_cache_of_tensors_are_read_by_tensors_of_indices() -> None:
+    layers, blocks, block = 6, 16, (4, 2, 8)
+    shape = (blocks, *block)
+    length = 4 * 2 * 8 * 2
+    pages = towline.Layout.blocks(length, blocks)
+    with towline.Endpoint("prefill") as prefill, towline.Endpoint("decode") as decode:
+        theirs = [torch.full(shape, layer + 1, dtype=torch.float16) for layer in range(layers)]
+        regions = [prefill.register(layer, "read") for layer in theirs]
+        ours = [torch.zeros(shape, dtype=torch.float16) for _ in range(layers)]
+        cache = decode.program(
+            [decode.import_(region.ticket()) for region in regions],
+            [decode.register(layer, "none") for layer in ours],
+            pages,
+        )
+        for dtype in (torch.int32, torch.int64):
+            cache.read(torch.tensor([3, 9], dtype=dtype), torch.tensor([0, 15], dtype=dtype)).wait()
+            for number, layer in enumerate(ours):
+                assert (layer[[0, 15]] == number + 1).all() and not layer[1:15].any()
+                layer.zero_()
+        # Every second number of a longer tensor is read one by one.
+        cache.read(torch.arange(8)[::2], torch.arange(4)).wait()
+        assert all((layer[:4] == number + 1).all() for number, layer in enumerate(ours))
+        with pytest.raises(towline.Invalid, match="negative"):
+            cache.read(torch.tensor([-1]), torch.tensor([0]))
+        with pytest.raises(TypeError, match="remote_blocks"):
+            cache.read(torch.tensor([0.5]), torch.tensor([0]))
+        # FSDP does this; a program looks again at every start.
+        storage_of(ours[2]).resize_(0)
+        with pytest.raises(towline.Stale):
+            cache.read(torch.tensor([0]), torch.tensor([0])).wait()

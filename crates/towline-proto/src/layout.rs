@@ -34,7 +34,7 @@ use crate::{Error, Result};
 pub use self::indexed::{Indexed, Side};
 pub use self::listed::IndexList;
 #[doc(hidden)]
-pub use self::listed::Listed;
+pub use self::listed::{Listed, PairedLayouts};
 pub use plan::{Piece, Plan};
 
 /// The operation that errors of this module name until the caller puts its own in its place.

@@ -12,6 +12,7 @@ mod messages;
 mod moving;
 mod parts;
 mod pinning;
+mod programs;
 mod refusing;
 mod routing;
 mod tickets;
@@ -24,6 +25,7 @@ pub use messages::*;
 pub use moving::*;
 pub use parts::*;
 pub use pinning::*;
+pub use programs::*;
 pub use refusing::*;
 pub use routing::*;
 pub use tickets::*;
@@ -65,6 +67,11 @@ macro_rules! each_law {
             a_stale_part_ends_the_whole_and_is_named
             a_wrong_part_is_refused_before_a_byte_of_any_moves
             one_cancel_and_one_deadline_end_all_parts
+            // programs
+            programs_move_what_their_indices_name
+            starts_of_one_program_do_not_disturb_each_other
+            a_program_of_a_region_that_is_gone_is_stale_and_can_be_rebound
+            wrong_programs_and_indices_are_refused_before_a_byte_moves
             // counting
             fetch_add_from_four_threads_sums_exactly
             compare_swap_from_four_threads_loses_nothing
@@ -153,6 +160,10 @@ macro_rules! each_law_without_words {
             a_stale_part_ends_the_whole_and_is_named
             a_wrong_part_is_refused_before_a_byte_of_any_moves
             one_cancel_and_one_deadline_end_all_parts
+            programs_move_what_their_indices_name
+            starts_of_one_program_do_not_disturb_each_other
+            a_program_of_a_region_that_is_gone_is_stale_and_can_be_rebound
+            wrong_programs_and_indices_are_refused_before_a_byte_moves
             messages_arrive_once_each
             a_message_follows_the_bytes_of_a_read
             offsets_and_indices_out_of_range_are_refused

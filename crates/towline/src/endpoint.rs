@@ -7,6 +7,7 @@ mod metrics;
 mod options;
 mod part;
 mod pinned;
+mod program;
 mod request;
 mod stats;
 mod stretch;
@@ -22,6 +23,7 @@ pub use self::import::Remote;
 pub use self::options::EndpointOptions;
 pub use self::part::Part;
 pub use self::pinned::Pinned;
+pub use self::program::{Program, ProgramExplanation, ProgramPart};
 pub use self::request::Request;
 pub use self::stats::{PathStats, Stats};
 pub use self::stretch::{Stretch, average, can_average, can_sum, sum};
@@ -225,6 +227,16 @@ impl Endpoint {
     /// Asks for bytes of many regions of one peer to be changed, as one transfer; see [`read_parts`](Self::read_parts).
     pub fn write_parts<'a>(&'a self, parts: impl IntoIterator<Item = Part<'a>>) -> Request<'a> {
         Request::of_parts(&self.0, Op::Write, parts)
+    }
+
+    /// Compiles a request over those parts, which all have one peer, to be started many times with nothing but indices.
+    ///
+    /// # Errors
+    /// `Invalid` where there are no parts, a region is another endpoint's or another peer's, or a layout does not fit its region; the
+    /// message names the part.
+    pub fn program(&self, parts: impl IntoIterator<Item = ProgramPart>) -> Result<Program> {
+        fork::guard("program")?;
+        Program::compile(&self.0, parts)
     }
 
     /// Asks for `local` to be combined into a remote region, element by element; each element is updated atomically.

@@ -65,8 +65,8 @@ mod transport;
 #[doc(hidden)]
 pub use completion::Completion;
 pub use endpoint::{
-    Endpoint, EndpointOptions, Part, PathStats, Pinned, Remote, Request, Stats, Stretch, average,
-    can_average, can_sum, sum,
+    Endpoint, EndpointOptions, Part, PathStats, Pinned, Program, ProgramExplanation, ProgramPart, Remote,
+    Request, Stats, Stretch, average, can_average, can_sum, sum,
 };
 #[doc(hidden)]
 pub use fork::guard as fork_guard;

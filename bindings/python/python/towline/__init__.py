@@ -62,6 +62,7 @@ from ._native import (
     paths,
 )
 from ._part import Part
+from ._program import Program
 from ._transfer import BlockFailure, Transfer
 from .aio import CompletionQueue
 from .arrays import empty
@@ -111,6 +112,7 @@ __all__ = [
     "PathStats",
     "PeerAudit",
     "PermissionDenied",
+    "Program",
     "Protocol",
     "Quotas",
     "RdmaMetadata",

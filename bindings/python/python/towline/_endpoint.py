@@ -9,43 +9,39 @@ from typing import TYPE_CHECKING, Any, Literal, Union, cast
 from . import _native, aio
 from ._errors import Invalid, Timeout
 from ._part import Blocks, Part
-from ._streams import handle_of
+from ._program import Program
+from ._terms import Names, names, octets, request_terms
 from ._transfer import Transfer
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from ._native import Audit, Notification, Quotas, Region, Remote, Span, Stats, Ticket, Tls
+    from ._native import Audit, Layout, Notification, Quotas, Region, Remote, Span, Stats, Ticket, Tls
 
 Access = Literal["none", "read", "write", "read+write"]
 Isolation = Literal["cooperative", "enforced"]
-Names = str | Iterable[str] | None
 Remotes = Union["Remote", Sequence["Remote"], Sequence[Part]]
 Locals = Union["Region", "Span", Sequence["Union[Region, Span]"], None]
 
 DEFAULT_RECEIVE_TIMEOUT = 30.0
 
 
-def _names(value: Names, argument: str) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Iterable):
-        names = list(value)
-        if all(isinstance(name, str) for name in names):
-            return names
-    raise TypeError(f"{argument}: a str or several are needed, not {value!r:.80}")
-
-
-def _bytes(value: bytes | str, argument: str) -> bytes:
-    if isinstance(value, str):
-        return value.encode()
-    try:
-        # Of a number, `bytes` would make that many zeros.
-        return bytes(memoryview(value))
-    except TypeError:
-        raise TypeError(f"{argument}: bytes or a str is needed, not {type(value).__name__}") from None
+def _layouts(
+    layouts: Layout | tuple[Layout, Layout] | Sequence[tuple[Layout, Layout]], count: int
+) -> Iterable[tuple[Layout, Layout]]:
+    """The remote and the local layout of each part."""
+    if isinstance(layouts, _native.Layout):
+        return [(layouts, layouts)] * count
+    given = list(layouts)
+    if len(given) == 2 and all(isinstance(layout, _native.Layout) for layout in given):
+        return [cast("tuple[Layout, Layout]", tuple(given))] * count
+    pairs = cast("list[tuple[Layout, Layout]]", given)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise TypeError("layouts: a Layout, a remote and a local one, or such a pair for each part")
+    if len(pairs) != count:
+        message = f"{len(pairs)} pairs of layouts for {count} parts"
+        raise Invalid(message, op="program")
+    return pairs
 
 
 def _parts(remote: Sequence[Any], local: Locals) -> Iterable[tuple[Any, Any, Any, Any, Any]]:
@@ -109,13 +105,13 @@ class Endpoint:
     ) -> None:
         self._native = _native.Endpoint(
             name,
-            listen=_names(listen, "listen"),
-            advertise=_names(advertise, "advertise"),
-            secret=None if secret is None else _bytes(secret, "secret"),
+            listen=names(listen, "listen"),
+            advertise=names(advertise, "advertise"),
+            secret=None if secret is None else octets(secret, "secret"),
             timeout=timeout,
             stall_timeout=stall_timeout,
-            require=_names(require, "require"),
-            forbid=_names(forbid, "forbid"),
+            require=names(require, "require"),
+            forbid=names(forbid, "forbid"),
             isolation=isolation,
             max_regions=max_regions,
             lanes=lanes,
@@ -123,8 +119,8 @@ class Endpoint:
             checksums=checksums,
             quotas=quotas,
             share_between_containers=share_between_containers,
-            nixl_lend_over=_names(nixl_lend_over, "nixl_lend_over"),
-            nixl_reach_over=_names(nixl_reach_over, "nixl_reach_over"),
+            nixl_lend_over=names(nixl_lend_over, "nixl_lend_over"),
+            nixl_reach_over=names(nixl_reach_over, "nixl_reach_over"),
         )
 
     @classmethod
@@ -171,7 +167,7 @@ class Endpoint:
         Raises ``Timeout`` when the owner has not answered in time: ``timeout``, or the endpoint's ``stall_timeout``.
         """
         return self._native.import_(
-            ticket, _names(require, "require"), _names(forbid, "forbid"), isolation, timeout
+            ticket, names(require, "require"), names(forbid, "forbid"), isolation, timeout
         )
 
     async def import_async(
@@ -186,7 +182,7 @@ class Endpoint:
         """`import_` without blocking the event loop."""
         return await aio.imported(
             self._native.start_import(
-                ticket, _names(require, "require"), _names(forbid, "forbid"), isolation, timeout
+                ticket, names(require, "require"), names(forbid, "forbid"), isolation, timeout
             )
         )
 
@@ -298,42 +294,38 @@ class Endpoint:
         forbid: Names,
         stream: object,
     ) -> Transfer[None]:
+        terms = request_terms(notify, signal, timeout, stall_timeout, require, forbid, stream)
         if isinstance(remote, (list, tuple)):
-            return Transfer(
-                self._native.start_parts(
-                    writes,
-                    _parts(remote, local),
-                    at,
-                    spans,
-                    blocks,
-                    None if notify is None else _bytes(notify, "notify"),
-                    signal if signal is None or len(signal) == 3 else (*signal, 0),
-                    timeout,
-                    stall_timeout,
-                    _names(require, "require"),
-                    _names(forbid, "forbid"),
-                    handle_of(stream),
-                )
-            )
+            return Transfer(self._native.start_parts(writes, _parts(remote, local), at, spans, blocks, terms))
         if local is None or isinstance(local, (list, tuple)):
             raise TypeError("local: a Region or a Span is needed for one remote region, and a list of them for a list")
         if signal is not None and len(signal) == 3:
             raise TypeError("signal: the part of a counter is for a request over several regions")
         return Transfer(
             self._native.start(
-                writes,
-                cast("Remote", remote),
-                cast("Region | Span", local),
-                at,
-                spans,
-                blocks,
-                None if notify is None else _bytes(notify, "notify"),
-                signal,
-                timeout,
-                stall_timeout,
-                _names(require, "require"),
-                _names(forbid, "forbid"),
-                handle_of(stream),
+                writes, cast("Remote", remote), cast("Region | Span", local), at, spans, blocks, terms
+            )
+        )
+
+    def program(
+        self,
+        remotes: Sequence[Remote],
+        locals: Sequence[Region | Span],
+        layouts: Layout | tuple[Layout, Layout] | Sequence[tuple[Layout, Layout]],
+    ) -> Program:
+        """Compiles a request, such as "blocks of all layers of this cache", to be started many times with nothing but indices.
+
+        Each remote region pairs with a local one; the pair is a *part*. ``layouts`` says which blocks indices name: one `Layout` for both
+        sides of every part, a tuple of the remote and the local one, or such a tuple for each part. Everything about regions and layouts is
+        checked here, and what is wrong names its part.
+        """
+        if len(remotes) != len(locals):
+            message = f"{len(remotes)} remote regions cannot pair with {len(locals)} local ones"
+            raise Invalid(message, op="program")
+        return Program(
+            self._native.program(
+                (theirs, ours, *both)
+                for theirs, ours, both in zip(remotes, locals, _layouts(layouts, len(remotes)), strict=True)
             )
         )
 
@@ -351,7 +343,7 @@ class Endpoint:
 
     def notify(self, remote: Remote, message: bytes | str) -> Transfer[None]:
         """Hands the owner of a remote region a message."""
-        return Transfer(self._native.notify(remote, _bytes(message, "message")))
+        return Transfer(self._native.notify(remote, octets(message, "message")))
 
     def receive(self, timeout: float = DEFAULT_RECEIVE_TIMEOUT) -> Notification:
         """The next message from a peer; raises ``Timeout`` when none came in time."""

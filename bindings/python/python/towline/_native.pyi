@@ -12,7 +12,7 @@ from _typeshed import SupportsGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__build__", "__version__", "Audit", "Beginning", "CommConfig", "Communicator", "Completions", "Connector", "Descriptor", "DeviceArray", "Endpoint", "ExplainedPath", "Explanation", "Import", "Layout", "NixlAgent", "NixlRegion", "NixlRequest", "Notification", "Operation", "PathStats", "PeerAudit", "PeerView", "Quotas", "Region", "RegisteredBuffer", "Remote", "SharedArray", "Span", "Stats", "Ticket", "Tls", "Transfer", "Waiter", "Window", "Work", "array_type", "cuda_device_of", "device_from_text", "group_end", "group_poison", "group_start", "held", "is_main_interpreter", "metadata_from_json", "metadata_owner", "nccl_found", "nccl_unique_id", "nixl_pack", "nixl_unpack", "paths", "unique_id", "unique_id_from_text", "unique_id_texts", "use_stream"]
+__all__ = ["__build__", "__version__", "Audit", "Beginning", "CommConfig", "Communicator", "Completions", "Connector", "Descriptor", "DeviceArray", "Endpoint", "ExplainedPath", "Explanation", "Import", "Layout", "NixlAgent", "NixlRegion", "NixlRequest", "Notification", "Operation", "PathStats", "PeerAudit", "PeerView", "Program", "Quotas", "Region", "RegisteredBuffer", "Remote", "SharedArray", "Span", "Stats", "Ticket", "Tls", "Transfer", "Waiter", "Window", "Work", "array_type", "cuda_device_of", "device_from_text", "group_end", "group_poison", "group_start", "held", "is_main_interpreter", "metadata_from_json", "metadata_owner", "nccl_found", "nccl_unique_id", "nixl_pack", "nixl_unpack", "paths", "unique_id", "unique_id_from_text", "unique_id_texts", "use_stream"]
 
 __build__: Final[str]
 __version__: Final[str]
@@ -286,6 +286,10 @@ class Endpoint:
         """
         The next message if there is one; otherwise the waiter is woken when one comes.
         """
+    def program(self, /, parts: "Iterable[tuple[Remote, Region | Span, Layout, Layout]]") -> Program:
+        """
+        Compiles a request over those parts, to be started many times with nothing but indices.
+        """
     def receive(self, /, timeout: SupportsFloat | SupportsIndex) -> Notification | None:
         """
         The next message, waiting for at most that many seconds; `None` when none came.
@@ -297,12 +301,12 @@ class Endpoint:
         """
         How long closing waits where the call does not say.
         """
-    def start(self, /, writes: bool, remote: Remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
+    def start(self, /, writes: bool, remote: Remote, local: "Region | Span", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, terms: tuple[bytes | bytearray | None, tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex | None, SupportsGetItem[int, str], SupportsGetItem[int, str], SupportsIndex | None]) -> Transfer:
         """
         Starts a read (or, with `writes`, a write).
         """
     def start_import(self, /, ticket: "Ticket | str | bytes | bytearray | memoryview", require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, timeout: SupportsFloat | SupportsIndex | None) -> Import: ...
-    def start_parts(self, /, writes: bool, parts: "Iterable[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, notify: bytes | None, signal: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, timeout: SupportsFloat | SupportsIndex | None, stall_timeout: SupportsFloat | SupportsIndex | None, require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], stream: SupportsIndex | None) -> Transfer:
+    def start_parts(self, /, writes: bool, parts: "Iterable[tuple[Remote, Region | Span, int | tuple[int, int, int] | None, Any, tuple[Layout, Any, Layout, Any] | None]]", at: "int | tuple[int, int, int] | None", spans: Any | None, blocks: tuple[Layout, Any, Layout, Any] | None, terms: tuple[bytes | bytearray | None, tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex | None, SupportsGetItem[int, str], SupportsGetItem[int, str], SupportsIndex | None]) -> Transfer:
         """
         Starts a read (or, with `writes`, a write) of several parts.
         """
@@ -635,6 +639,33 @@ class PeerView:
         Writes an aligned 64-bit word, visible after everything that was written before.
         """
     def write(self, /, offset: SupportsIndex, data: bytes) -> None: ...
+
+@final
+class Program:
+    """
+    A request that is compiled once.
+    """
+    def __len__(self, /) -> int: ...
+    def explain(self, /) -> list[Explanation]:
+        """
+        Which path each part takes, and why not the others.
+        """
+    def rebind(self, /, remotes: SupportsGetItem[int, Remote]) -> Program:
+        """
+        The same program for other remote regions.
+        """
+    def select(self, /, parts: SupportsGetItem[int, SupportsIndex]) -> Program:
+        """
+        Some of its parts, in that order.
+        """
+    def start(self, /, writes: bool, remote_blocks: Any, local_blocks: Any, terms: tuple[bytes | bytearray | None, tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex | None, SupportsGetItem[int, str], SupportsGetItem[int, str], SupportsIndex | None]) -> Transfer:
+        """
+        Starts a read (or, with `writes`, a write) of the same blocks of each part.
+        """
+    def start_each(self, /, writes: bool, lists: Any, terms: tuple[bytes | bytearray | None, tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None, SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex | None, SupportsGetItem[int, str], SupportsGetItem[int, str], SupportsIndex | None]) -> Transfer:
+        """
+        Starts a read (or, with `writes`, a write) of blocks that are named for each part.
+        """
 
 @final
 class Quotas:

@@ -42,8 +42,12 @@ impl IndexList<'_> {
     }
 
     /// Owns them, copied where they are borrowed.
+    ///
+    /// # Errors
+    /// `Exhausted` where there is no room for the copy.
+    #[doc(hidden)]
     #[inline]
-    fn into_owned(self) -> Result<IndexList<'static>> {
+    pub fn into_owned(self) -> Result<IndexList<'static>> {
         Ok(match self {
             IndexList::Borrowed(Indices::All) => IndexList::Borrowed(Indices::All),
             IndexList::Borrowed(Indices::U32(list)) => room::copy(OP, list)?.into(),
@@ -114,12 +118,20 @@ macro_rules! handed_over {
 
 handed_over!(U32(u32), U64(u64));
 
+/// The layouts of two sides whose blocks pair.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PairedLayouts {
+    /// The owner's.
+    pub remote: Layout,
+    /// The one here.
+    pub local: Layout,
+}
+
 /// Pairs of blocks that are not planned yet: the n-th remote index with the n-th local one.
 #[derive(Debug, Clone)]
 pub struct Listed<'a> {
-    remote: Layout,
+    layouts: Arc<PairedLayouts>,
     remote_indices: IndexList<'a>,
-    local: Layout,
     local_indices: IndexList<'a>,
 }
 
@@ -132,32 +144,44 @@ impl<'a> Listed<'a> {
         local: &Layout,
         local_indices: IndexList<'a>,
     ) -> Listed<'a> {
-        Listed { remote: remote.clone(), remote_indices, local: local.clone(), local_indices }
+        let layouts = Arc::new(PairedLayouts { remote: remote.clone(), local: local.clone() });
+        Listed::of(layouts, remote_indices, local_indices)
+    }
+
+    /// The blocks of layouts that are kept.
+    #[inline]
+    pub fn of(
+        layouts: Arc<PairedLayouts>,
+        remote_indices: IndexList<'a>,
+        local_indices: IndexList<'a>,
+    ) -> Listed<'a> {
+        Listed { layouts, remote_indices, local_indices }
     }
 
     /// How many bytes and blocks they are. Looks at no index.
     #[inline]
     pub fn size(&self) -> Result<(u64, u64)> {
-        paired(&self.remote, self.remote_indices.indices(), &self.local, self.local_indices.indices())
+        let PairedLayouts { remote, local } = &*self.layouts;
+        paired(remote, self.remote_indices.indices(), local, self.local_indices.indices())
     }
 
     /// The list of pieces; every index is checked against its layout.
     pub fn plan(&self) -> Result<Plan> {
-        Plan::blocks(&self.remote, self.remote_indices.indices(), &self.local, self.local_indices.indices())
+        let PairedLayouts { remote, local } = &*self.layouts;
+        Plan::blocks(remote, self.remote_indices.indices(), local, self.local_indices.indices())
     }
 
     /// For code that takes the indices as they are.
     pub fn indexed(&self) -> Option<Indexed<'_>> {
         let (theirs, ours) = (self.remote_indices.indices(), self.local_indices.indices());
-        Indexed::new(&self.remote, theirs, &self.local, ours)
+        Indexed::new(&self.layouts.remote, theirs, &self.layouts.local, ours)
     }
 
     /// Owns the indices, copied where they are borrowed.
     #[inline]
     pub fn into_owned(self) -> Result<Listed<'static>> {
-        let Listed { remote, remote_indices, local, local_indices } = self;
-        let (remote_indices, local_indices) = (remote_indices.into_owned()?, local_indices.into_owned()?);
-        Ok(Listed { remote, remote_indices, local, local_indices })
+        let Listed { layouts, remote_indices, local_indices } = self;
+        Ok(Listed::of(layouts, remote_indices.into_owned()?, local_indices.into_owned()?))
     }
 }
 

@@ -27,8 +27,11 @@ use crate::{Access, Error, Kind, Result, Ticket, ended, fork, interruptible, roo
 /// Where a ticket names several addresses, each but the last gets at most this long.
 const ONE_ADDRESS: Duration = Duration::from_secs(2);
 
-/// A ticket made usable here.
-pub struct Remote {
+/// A ticket made usable here. Cheap to clone.
+#[derive(Clone)]
+pub struct Remote(Arc<Imported>);
+
+struct Imported {
     /// Who imported it: its paths follow that endpoint's routing, and no other endpoint may use them.
     endpoint: Weak<EndpointCore>,
     peer: Arc<str>,
@@ -71,43 +74,52 @@ impl Remote {
         let expires =
             grant.expires_in_ms.map(|left| runtime::later(Instant::now(), Duration::from_millis(left)));
         let endpoint = Arc::downgrade(endpoint);
-        Ok(Remote { endpoint, peer, owner: incarnation, grant, paths, counters, expires, lost })
+        Ok(Remote(Arc::new(Imported {
+            endpoint,
+            peer,
+            owner: incarnation,
+            grant,
+            paths,
+            counters,
+            expires,
+            lost,
+        })))
     }
 
     /// Whether the owner of another region has this one too.
     pub(super) fn has_owner_of(&self, other: &Remote) -> bool {
-        self.owner == other.owner
+        self.0.owner == other.0.owner
     }
 
     /// Whether that endpoint imported it.
     pub(super) fn is_of(&self, endpoint: &Arc<EndpointCore>) -> bool {
-        std::ptr::eq(self.endpoint.as_ptr(), Arc::as_ptr(endpoint))
+        std::ptr::eq(self.0.endpoint.as_ptr(), Arc::as_ptr(endpoint))
     }
 
     /// How many bytes the ticket reaches.
     #[allow(clippy::len_without_is_empty, reason = "a region is never empty")]
     pub fn len(&self) -> u64 {
-        self.grant.length
+        self.0.grant.length
     }
 
     /// What the ticket allows.
     pub fn access(&self) -> Access {
-        self.grant.access
+        self.0.grant.access
     }
 
     /// Where the bytes live.
     pub fn place(&self) -> Place {
-        self.grant.place
+        self.0.grant.place
     }
 
     /// The layout that the owner put into the ticket.
     pub fn layout(&self) -> Option<&Layout> {
-        self.grant.layout.as_ref()
+        self.0.grant.layout.as_ref()
     }
 
     /// The owner's name.
     pub fn peer(&self) -> &Arc<str> {
-        &self.peer
+        &self.0.peer
     }
 
     /// The path that transfers take.
@@ -117,7 +129,7 @@ impl Remote {
 
     /// Every path: which one is taken, and why the others are not.
     pub fn explain(&self) -> &Explanation {
-        &self.paths.explanation
+        &self.0.paths.explanation
     }
 
     /// Whether the owner can still be reached, as far as is known here; the error says what ended it.
@@ -126,15 +138,15 @@ impl Remote {
     /// nothing of the region: an owner that has deregistered it lives on.
     pub fn alive(&self) -> Result<()> {
         fork::guard("alive")?;
-        let first = self.paths.usable.first();
+        let first = self.0.paths.usable.first();
         let alive = |path: &UsablePath| path.attachment.alive().map_err(|error| error.on(path.name));
-        first.map_or(Ok(()), alive).map_err(|error| error.with_peer(&*self.peer))
+        first.map_or(Ok(()), alive).map_err(|error| error.with_peer(&*self.0.peer))
     }
 
     /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
     /// as soon as whoever copies for it has come to the end of its portion.
     pub fn lost_at(&self) -> Option<Instant> {
-        let lost = self.lost.as_ref().and_then(|lost| lost.get().copied());
+        let lost = self.0.lost.as_ref().and_then(|lost| lost.get().copied());
         // Since then it may have been connected to anew.
         lost.filter(|_| self.alive().is_err())
     }
@@ -149,7 +161,7 @@ impl Remote {
         let pinned = || {
             fork::guard("pin")?;
             self.check_lease("pin")?;
-            let held = self.paths.usable.iter().find_map(|path| {
+            let held = self.0.paths.usable.iter().find_map(|path| {
                 let name = path.name;
                 Some(path.attachment.hold()?.map(|held| (held, name)).map_err(|error| error.on(name)))
             });
@@ -158,9 +170,9 @@ impl Remote {
                 return Err(Error::new(Kind::Unsupported, "pin", message));
             };
             let (held, path) = held?;
-            Ok(Pinned::new(held, self.len() as usize, self.access(), path, Arc::clone(&self.peer)))
+            Ok(Pinned::new(held, self.len() as usize, self.access(), path, Arc::clone(&self.0.peer)))
         };
-        pinned().map_err(|error| error.with_peer(&*self.peer))
+        pinned().map_err(|error| error.with_peer(&*self.0.peer))
     }
 
     /// The best path for that, and what is counted on it.
@@ -170,13 +182,13 @@ impl Remote {
         needs: Capabilities,
         routing: Option<&Routing>,
     ) -> Result<(&UsablePath, &Arc<Counters>)> {
-        self.paths.pick(needs, routing).map(|(index, path)| (path, &self.counters[index]))
+        self.0.paths.pick(needs, routing).map(|(index, path)| (path, &self.0.counters[index]))
     }
 
     /// Refuses what the lease no longer allows; the owner checks again wherever it takes part.
     #[inline]
     pub(super) fn check_lease(&self, op: &'static str) -> Result<()> {
-        match self.expires {
+        match self.0.expires {
             Some(expires) if Instant::now() >= expires => {
                 Err(Error::new(Kind::PermissionDenied, op, "the ticket's lease has run out"))
             }
@@ -188,7 +200,7 @@ impl Remote {
 impl fmt::Debug for Remote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Remote")
-            .field("peer", &self.peer)
+            .field("peer", &self.0.peer)
             .field("len", &self.len())
             .field("access", &self.access())
             .field("place", &self.place())

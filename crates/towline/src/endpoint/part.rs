@@ -55,6 +55,11 @@ impl<'a> Part<'a> {
         Part { what: What::Blocks(Box::new(listed)), ..self }
     }
 
+    /// Moves blocks of layouts that are kept.
+    pub(super) fn listed(self, listed: Listed<'a>) -> Part<'a> {
+        Part { what: What::Blocks(Box::new(listed)), ..self }
+    }
+
     /// Moves what a plan says.
     pub(crate) fn planned(self, plan: Result<Plan>) -> Part<'a> {
         Part { what: What::Plan(plan.map(Box::new)), ..self }

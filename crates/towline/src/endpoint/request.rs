@@ -13,7 +13,7 @@ use crate::cuda::StreamHandle;
 use crate::layout::{IndexList, Layout, Listed};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
-use crate::region::{RegionUse, no_words};
+use crate::region::{RegionUse, Span, no_words};
 use crate::route::{Capabilities, Routing};
 use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, naming};
 use crate::transfer::{After, Limits, OnEnd, Op, Several, Signal, Transfer};
@@ -73,9 +73,17 @@ impl<'a> Request<'a> {
         op: Op,
         parts: impl IntoIterator<Item = Part<'a>>,
     ) -> Self {
+        Request::of_some(endpoint, op, Several::of(op.name(), parts))
+    }
+
+    /// Over the parts that there are, if there are any.
+    pub(super) fn of_some(
+        endpoint: &'a Arc<EndpointCore>,
+        op: Op,
+        parts: Result<Option<Several<Part<'a>>>>,
+    ) -> Self {
         let none = || Error::invalid(op.name(), "a transfer of no parts");
-        let parts = Several::of(op.name(), parts).and_then(|parts| parts.ok_or_else(none));
-        Request::over(endpoint, op, parts)
+        Request::over(endpoint, op, parts.and_then(|parts| parts.ok_or_else(none)))
     }
 
     #[inline]
@@ -323,41 +331,52 @@ impl<'a> Request<'a> {
     #[inline]
     fn prepare<'r>(&self, index: usize, first: &Remote, part: &Part<'r>) -> Result<Taken<'r>> {
         let remote = part.remote;
-        if !remote.is_of(self.endpoint) {
-            return Err(Error::invalid(
-                self.op.name(),
-                "the remote region was imported by another endpoint: import its ticket with this one",
-            ));
-        }
-        if index > 0 && !remote.has_owner_of(first) {
-            let message = format!(
-                "its region is one of {}, and that of part 0 one of {}: a transfer has one peer",
-                remote.peer(),
-                first.peer()
-            );
-            return Err(Error::invalid(self.op.name(), message));
-        }
+        Request::check_sides(self.op.name(), self.endpoint, first, remote, part.local.as_ref())?;
         let signal = self.after.signal.filter(|signal| signal.part == index);
         self.check_rights(part, signal)?;
         self.check_after(remote, signal)?;
         let (path, counters) = remote.pick(self.needs(signal), self.routing.as_deref())?;
         path.attachment.ready().map_err(|error| error.on(path.name))?;
         let local = match &part.local {
-            Some(span) => {
-                if !Arc::ptr_eq(&span.core().registry, &self.endpoint.registry) {
-                    let message = "the local region belongs to another endpoint";
-                    return Err(Error::invalid(self.op.name(), message));
-                }
-                if span.core().place == Place::Disk {
-                    let message = "no path moves bytes from or to a local file";
-                    return Err(Error::new(Kind::Unsupported, self.op.name(), message));
-                }
-                Some(span.core().begin_use(self.op.name())?)
-            }
+            Some(span) => Some(span.core().begin_use(self.op.name())?),
             None => None,
         };
         self.check_stream(remote, local.as_ref())?;
         Ok(Taken { path, counters, local })
+    }
+
+    /// Checks that both sides of a part are this endpoint's, that its owner is that of the first part, and that bytes can move between them.
+    #[inline]
+    pub(super) fn check_sides(
+        op: &'static str,
+        endpoint: &Arc<EndpointCore>,
+        first: &Remote,
+        remote: &Remote,
+        local: Option<&Span>,
+    ) -> Result<()> {
+        if !remote.is_of(endpoint) {
+            return Err(Error::invalid(
+                op,
+                "the remote region was imported by another endpoint: import its ticket with this one",
+            ));
+        }
+        if !remote.has_owner_of(first) {
+            let message = format!(
+                "its region is one of {}, and that of part 0 one of {}: a transfer has one peer",
+                remote.peer(),
+                first.peer()
+            );
+            return Err(Error::invalid(op, message));
+        }
+        let Some(span) = local else { return Ok(()) };
+        if !Arc::ptr_eq(&span.core().registry, &endpoint.registry) {
+            return Err(Error::invalid(op, "the local region belongs to another endpoint"));
+        }
+        if span.core().place == Place::Disk {
+            let message = "no path moves bytes from or to a local file";
+            return Err(Error::new(Kind::Unsupported, op, message));
+        }
+        Ok(())
     }
 
     fn needs(&self, signal: Option<Signal>) -> Capabilities {
