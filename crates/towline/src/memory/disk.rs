@@ -40,7 +40,7 @@ pub enum DirectIo {
 /// that. Programs that are started later do not inherit the descriptor.
 ///
 /// It can be registered: peers read and write it with the owner's help (`inproc`, `unix`, `tcp`). A file has no
-/// addresses: [`addr`](MemoryDescription::addr) is 0, and atomics, signals and reductions are `Unsupported`.
+/// addresses: [`addr`](super::MemoryDescription::addr) is 0, and atomics, signals and reductions are `Unsupported`.
 ///
 /// ```
 /// use towline::memory::{DiskStorage, MemoryAccess};

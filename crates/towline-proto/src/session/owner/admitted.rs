@@ -6,7 +6,7 @@ use super::Grant;
 use crate::Error;
 use crate::wire::Block;
 
-/// What of a region a request may touch. Only the checks of an [`Owner`] make one.
+/// What of a region a request may touch. Only the checks of an [`Owner`](super::Owner) make one.
 #[derive(Debug)]
 pub struct Ranges {
     start: u64,
