@@ -1,10 +1,11 @@
 CARGO ?= cargo
 CARGO_TARGET_DIR ?= target
 FUZZ_SECONDS ?= 60
+FUZZ_DEEP_RUNS = $(or $(FUZZ_RUNS),10000000)
 SOAK_SECONDS ?= 1500
 towline = $(CARGO_TARGET_DIR)/release/towline
 
-.PHONY: help demo test check test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python stubs torch docs wheel bench bench-python bench-comm fuzz fmt clean-tools
+.PHONY: help demo test check test-deep soak soak-report lint test-unit test-loom test-forced-tcp test-rdma test-gpu python stubs torch docs wheel bench bench-python bench-comm fuzz fuzz-deep fmt clean-tools
 
 help:
 	@echo "make demo             build the command, let two workers move memory, run the Python quick start"
@@ -27,7 +28,8 @@ help:
 	@echo "make bench            measure each path beside its limit"
 	@echo "make bench-python     measure the Python package beside Rust (release build of both)"
 	@echo "make bench-comm       measure groups of ranks beside the machine, and Open MPI and gloo where installed"
-	@echo "make fuzz             fuzz the decoders and both sides of a session for FUZZ_SECONDS ($(FUZZ_SECONDS)) in all; FUZZ_RUNS=10000000: so many inputs for each side"
+	@echo "make fuzz             fuzz the decoders and both sides of a session for FUZZ_SECONDS ($(FUZZ_SECONDS)) in all"
+	@echo "make fuzz-deep        FUZZ_RUNS ($(FUZZ_DEEP_RUNS)) inputs for each side of a session; hours (fuzz/README.md)"
 	@echo "make fmt              format the code"
 	@echo "make clean-tools      remove what was installed in .tools, .venv and .venv-torch"
 
@@ -113,6 +115,10 @@ bench-comm:
 
 fuzz:
 	TOWLINE_REQUIRE=fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test.sh fuzz
+
+# Only the two that are whole sides of a session, and as many inputs for each. FUZZ_JOBS: how many processes, two for each core unless set.
+fuzz-deep:
+	TOWLINE_REQUIRE=fuzz FUZZ_TARGETS="server user" FUZZ_RUNS=$(FUZZ_DEEP_RUNS) scripts/test.sh fuzz
 
 fmt:
 	$(CARGO) fmt --all -- crates/towline/src/transport/*.rs

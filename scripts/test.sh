@@ -215,6 +215,8 @@ nightly=${NIGHTLY:-nightly}
 host=$(rustc -vV | sed -n 's/^host: //p')
 fuzz_seconds=${FUZZ_SECONDS:-60} # for all targets together
 fuzz_runs=${FUZZ_RUNS:-} # of each role of a session, the user and the server, however long they take
+# Their processes: while one waits for the other side, another has the core.
+fuzz_jobs=${FUZZ_JOBS:-$((2 * $(nproc)))}
 
 # Says why the nightly toolchain, or that component of it, cannot be used.
 nightly_lacks() {
@@ -282,7 +284,7 @@ step_miri() {
 
 # Every target for its share of the time, from the corpus of the repository on.
 step_fuzz() {
-  local reason targets target share corpus limit
+  local reason targets target share corpus limit longest
   if reason=$(nightly_lacks); then
     skip fuzzing "$reason"
     return
@@ -293,7 +295,7 @@ step_fuzz() {
     skip fuzzing "cargo-fuzz is not installed, and 'cargo install cargo-fuzz' failed or took over ten minutes"
     return
   fi
-  targets=$(cargo "+$nightly" fuzz list)
+  targets=${FUZZ_TARGETS:-$(cargo "+$nightly" fuzz list)}
   share=$((fuzz_seconds / $(wc -w <<<"$targets")))
   for target in $targets; do
     log=$logs/fuzz-$target.log
@@ -305,12 +307,15 @@ step_fuzz() {
     user) corpus=(crates/towline-testkit/tests/using/corpus) ;;
     esac
     limit=("-max_total_time=$((share > 0 ? share : 1))")
-    [[ -z $fuzz_runs || ($target != server && $target != user) ]] || limit=("-runs=$fuzz_runs" "-fork=$(nproc)")
+    [[ -z $fuzz_runs || ($target != server && $target != user) ]] || limit=("-runs=$fuzz_runs" "-fork=$fuzz_jobs")
     # Threads and tables that live as long as the process are meant to: to look whether they leak takes longer than what is played.
     [[ $target != server && $target != user ]] || limit+=("-detect_leaks=0")
+    # What a program is longer than this, no user plays.
+    longest=4096
+    [[ $target != user ]] || longest=1024
     mkdir -p "fuzz/corpus/$target"
     check cargo "+$nightly" fuzz run "$target" "fuzz/corpus/$target" "${corpus[@]}" -- \
-      "${limit[@]}" -max_len=4096 -timeout=60 -print_final_stats=1
+      "${limit[@]}" "-max_len=$longest" -timeout=60 -print_final_stats=1
   done
 }
 

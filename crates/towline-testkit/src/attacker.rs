@@ -104,16 +104,16 @@ impl Attacker {
         Granted::decode(&body).unwrap().items.swap_remove(0).map(|grant| grant.handle)
     }
 
-    /// A whole handshake, and nothing after it: the session's number and its key.
-    pub fn open_session(&mut self, ticket: &Ticket) -> (u64, SessionKey) {
+    /// A whole handshake, and nothing after it: the session's number, its key, and the challenge that proofs on it are about.
+    pub fn open_session(&mut self, ticket: &Ticket) -> (u64, SessionKey, [u8; 32]) {
         let (handshake, hello) = Attacker::hello(ticket);
         self.send(&hello);
         let (_, welcome) = self.frame().expect("a welcome");
-        let (proof, key, _) = handshake.on_welcome(&welcome).unwrap();
+        let (proof, key, challenge) = handshake.on_welcome(&welcome).unwrap();
         self.send(&proof);
         let (header, body) = self.frame().expect("ready");
         assert_eq!(header.kind, FrameKind::Ready);
-        (Ready::decode(&body).unwrap().session, key)
+        (Ready::decode(&body).unwrap().session, key, challenge)
     }
 
     /// Joins a session by its key, as a lane; says whether it was let in.
@@ -183,6 +183,23 @@ impl Attacker {
     /// Everything that was sent.
     pub fn said(&self) -> &[u8] {
         &self.said
+    }
+
+    /// How many bytes of the last frame are missing; none where what was sent are no frames.
+    pub fn missing(&self) -> Option<u64> {
+        let mut rest = &self.said[..];
+        while !rest.is_empty() {
+            let Some(header) = rest.first_chunk::<HEADER_LEN>() else {
+                return Some((HEADER_LEN - rest.len()) as u64);
+            };
+            let header = Header::decode(header).ok()?;
+            let whole = header.payload_len.checked_add((HEADER_LEN + header.rest()) as u64)?;
+            match rest.get(whole as usize..) {
+                Some(behind) => rest = behind,
+                None => return Some(whole - rest.len() as u64),
+            }
+        }
+        Some(0)
     }
 
     /// Sends; that the other side has hung up is no surprise.

@@ -311,6 +311,7 @@ impl Using {
             10 => {
                 if let Some(flying) = self.flying.get(input.byte() as usize % 8) {
                     flying.transfer.cancel();
+                    return true;
                 }
             }
             11 => self.settle(Duration::from_micros(input.byte().into()), played),

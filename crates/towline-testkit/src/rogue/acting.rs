@@ -27,7 +27,7 @@ const MOMENT: Duration = Duration::from_millis(2);
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// And for what takes some threads of its user.
-const LONG: Duration = Duration::from_millis(20);
+const LONG: Duration = Duration::from_millis(10);
 
 /// More than this it neither sends nor takes in one piece.
 const MOST: u64 = 2 << 20;
@@ -67,6 +67,8 @@ pub struct Actor {
     deaf: u8,
     /// Whether something is worth waiting for: the user has begun something, or has just spoken.
     expects: bool,
+    /// The same for what takes the user longer, such as another connection.
+    awaits: bool,
     canaries: u64,
     told: Told,
     /// The highest number of a request that has come.
@@ -118,6 +120,7 @@ impl Actor {
             disk: false,
             deaf: 0,
             expects: true,
+            awaits: true,
             canaries: 0,
             told: Told::default(),
             last: 0,
@@ -131,7 +134,7 @@ impl Actor {
 
     /// The user has begun something: the next step waits a moment for what it sends.
     pub fn expect(&mut self) {
-        self.expects = true;
+        (self.expects, self.awaits) = (true, true);
     }
 
     /// How many canaries it was sent.
@@ -206,7 +209,7 @@ impl Actor {
             16 if input.byte().is_multiple_of(4) => {
                 if let Some(side) = self.side(&mut input) {
                     self.sides[side].link.hang_up();
-                    self.sides[side].over = true;
+                    (self.sides[side].over, self.awaits) = (true, true);
                 }
             }
             17..=20 => {
@@ -247,11 +250,11 @@ impl Actor {
         }
     }
 
-    /// Until another connection or frame comes, and not for long.
-    fn wait(&self) {
+    /// Until another connection or frame comes, and not for long; in vain only once for what the user has begun.
+    fn wait(&mut self) {
         let quiet = self.sides.iter().filter(|side| side.left == 0 && !side.over);
-        if let Some(rogue) = &self.rogue {
-            rogue.await_any(quiet.map(|side| &side.link), LONG);
+        if let Some(rogue) = self.rogue.as_ref().filter(|_| self.awaits) {
+            self.awaits = rogue.await_any(quiet.map(|side| &side.link), LONG);
         }
     }
 
