@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::allowance::Allowance;
 use super::budget::Charge;
 use crate::wire::Message;
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, Result, room};
 
 /// Transfers of one peer whose pieces are counted at a time.
 const MOST_COUNTED: usize = 1 << 16;
@@ -22,17 +22,19 @@ pub struct Follower<A> {
     pub message: Message,
     /// The waiter for the outcome.
     pub answer: Option<A>,
+    /// How many pieces it follows.
+    pieces: u32,
     /// What it takes while it waits.
     _charge: Option<Charge>,
 }
 
 impl<A> Follower<A> {
     /// Beside its message.
-    const COST: usize = 2 * size_of::<(u32, Follower<A>)>() + 64;
+    const COST: usize = 2 * size_of::<Follower<A>>() + 64;
 
     /// A message that follows, and the waiter for its outcome.
     pub fn new(message: Message, answer: Option<A>) -> Follower<A> {
-        Follower { message, answer, _charge: None }
+        Follower { message, answer, pieces: 0, _charge: None }
     }
 
     /// How much memory it takes.
@@ -56,7 +58,9 @@ pub enum Due<A> {
 struct Count<A> {
     applied: u32,
     failed: bool,
-    waiting: Vec<(u32, Follower<A>)>,
+    waiting: Vec<Follower<A>>,
+    /// None of those follows fewer pieces.
+    least: u32,
     _charge: Charge,
 }
 
@@ -79,10 +83,24 @@ impl<A> Counting<A> {
 
     /// A piece was applied, or failed.
     pub fn piece(&mut self, transfer: u64, ok: bool) -> Result<Due<A>> {
-        self.step(transfer, 0, |count| {
-            count.applied += 1;
-            count.failed |= !ok;
-        })
+        let count = self.count(transfer)?;
+        count.applied += 1;
+        count.failed |= !ok;
+        let (applied, failed) = (count.applied, count.failed);
+        let is_due = |follower: &Follower<A>| failed || applied >= follower.pieces;
+        let mut due = Vec::new();
+        if failed || applied >= count.least {
+            let number = count.waiting.iter().filter(|follower| is_due(follower)).count();
+            if number == count.waiting.len() {
+                due = std::mem::take(&mut count.waiting);
+            } else {
+                due = room::list("serve", number)?;
+                due.extend(count.waiting.extract_if(.., |follower| is_due(follower)));
+            }
+            count.least = count.waiting.iter().map(|follower| follower.pieces).min().unwrap_or(u32::MAX);
+        }
+        self.held -= due.iter().map(Follower::cost).sum::<usize>();
+        Ok(if failed { Due::Drop(due) } else { Due::Act(due) })
     }
 
     /// Something is to follow that many pieces.
@@ -91,14 +109,26 @@ impl<A> Counting<A> {
             return Ok(Due::Act(vec![follower]));
         }
         let cost = follower.cost();
-        let follower = Follower { _charge: Some(self.allowance.charge("serve", cost)?), ..follower };
-        self.step(transfer, cost, |count| count.waiting.push((pieces, follower)))
+        if self.held + cost > MOST_WAITING {
+            return Err(too_many());
+        }
+        let charge = Some(self.allowance.charge("serve", cost)?);
+        let count = self.count(transfer)?;
+        if count.failed {
+            return Ok(Due::Drop(vec![follower]));
+        }
+        if count.applied >= pieces {
+            return Ok(Due::Act(vec![follower]));
+        }
+        room::push("serve", &mut count.waiting, Follower { pieces, _charge: charge, ..follower })?;
+        count.least = count.least.min(pieces);
+        self.held += cost;
+        Ok(Due::Act(Vec::new()))
     }
 
     /// Nothing more belongs to the transfer.
     pub fn forget(&mut self, transfer: u64) -> Due<A> {
-        let waiting = self.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
-        let dropped: Vec<_> = waiting.into_iter().map(|(_, follower)| follower).collect();
+        let dropped = self.transfers.remove(&transfer).map(|count| count.waiting).unwrap_or_default();
         self.held -= dropped.iter().map(Follower::cost).sum::<usize>();
         Due::Drop(dropped)
     }
@@ -109,28 +139,33 @@ impl<A> Counting<A> {
         self.held = 0;
     }
 
-    fn step(&mut self, transfer: u64, cost: usize, step: impl FnOnce(&mut Count<A>)) -> Result<Due<A>> {
-        let Counting { transfers, held, allowance } = self;
-        let known = transfers.len() < MOST_COUNTED || transfers.contains_key(&transfer);
-        if !known || *held + cost > MOST_WAITING {
-            return Err(Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece"));
+    /// What the pieces of that transfer are counted in. It stays until the user says that nothing more belongs to it: a signal and a
+    /// notification may both follow, and either may come after the last piece.
+    fn count(&mut self, transfer: u64) -> Result<&mut Count<A>> {
+        let Counting { transfers, allowance, .. } = self;
+        let others = transfers.len();
+        if !transfers.contains_key(&transfer) {
+            if others >= MOST_COUNTED {
+                return Err(too_many());
+            }
+            transfers.try_reserve(1).map_err(|cause| {
+                let message = format!("no memory for the pieces of {} transfers", others + 1);
+                Error::new(Kind::Exhausted, "serve", message).caused_by(cause)
+            })?;
         }
-        // The count stays until the user says that nothing more belongs to it: a signal and a notification may both
-        // follow, and either may come after the last piece.
-        let count = match transfers.entry(transfer) {
+        Ok(match transfers.entry(transfer) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
                 let charge = allowance.charge("serve", Self::COUNT)?;
-                new.insert(Count { applied: 0, failed: false, waiting: Vec::new(), _charge: charge })
+                let waiting = Vec::new();
+                new.insert(Count { applied: 0, failed: false, waiting, least: u32::MAX, _charge: charge })
             }
-        };
-        step(count);
-        let (applied, failed) = (count.applied, count.failed);
-        let due = count.waiting.extract_if(.., |(pieces, _)| failed || applied >= *pieces);
-        let due: Vec<_> = due.map(|(_, follower)| follower).collect();
-        *held = *held + cost - due.iter().map(Follower::cost).sum::<usize>();
-        Ok(if failed { Due::Drop(due) } else { Due::Act(due) })
+        })
     }
+}
+
+fn too_many() -> Error {
+    Error::new(Kind::Exhausted, "serve", "too many transfers wait for their last piece")
 }
 
 #[cfg(test)]
@@ -178,6 +213,18 @@ mod tests {
         assert_eq!(acted(counting.piece(1, true).unwrap()), [b"signal"]);
         assert_eq!(acted(counting.follow(1, 2, follower("notify")).unwrap()), [b"notify"]);
         assert_eq!(acted(counting.follow(2, 0, follower("alone")).unwrap()), [b"alone"]);
+    }
+
+    #[test]
+    fn each_follower_acts_after_its_own_number_of_pieces() {
+        let mut counting = counting();
+        for (pieces, name) in [(3, "last"), (1, "first"), (2, "second")] {
+            assert!(acted(counting.follow(1, pieces, follower(name)).unwrap()).is_empty());
+        }
+        assert_eq!(acted(counting.piece(1, true).unwrap()), [b"first"]);
+        assert_eq!(acted(counting.piece(1, true).unwrap()), [b"second"]);
+        assert_eq!(acted(counting.piece(1, true).unwrap()), [b"last"]);
+        assert_eq!(acted(counting.follow(1, 3, follower("late")).unwrap()), [b"late"]);
     }
 
     #[test]

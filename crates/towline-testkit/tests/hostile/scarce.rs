@@ -2,7 +2,9 @@
 
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use towline::ticket::Ticket;
-use towline::wire::{Block, Check, Import, ImportItem, MAX_NOTIFY, Message, Notify, Read, Reduce, Write};
+use towline::wire::{
+    Block, Check, Import, ImportItem, MAX_NOTIFY, Message, Notify, Query, Read, Reduce, Write,
+};
 use towline::{Dtype, ReduceOp};
 use towline_testkit::attacker::{Attacker, Medium};
 use towline_testkit::process::Process;
@@ -24,7 +26,7 @@ fn blocks(count: usize, len: u32) -> Vec<Block> {
     (0..count as u64).map(|number| Block { offset: number % 2 * 64, len }).collect()
 }
 
-const DEMANDS: [(&str, Demand); 6] = [
+const DEMANDS: [(&str, Demand); 8] = [
     ("read", |_, _, handle| {
         Message::from(Read { transfer: 0, handle, blocks: blocks(BLOCKS, 1) }).frame(7, 0, 0)
     }),
@@ -55,7 +57,25 @@ const DEMANDS: [(&str, Demand); 6] = [
         let notify = Notify { transfer: 0, pieces: 0, message: vec![1; MAX_NOTIFY] };
         Message::from(notify).frame(7, 0, 0)
     }),
+    ("followers", |_, _, handle| {
+        // Of a transfer whose pieces never come.
+        let notify = Message::from(Notify { transfer: 5, pieces: 2, message: Vec::new() });
+        let mut all = notify.frame(0, 0, 0).repeat(30_000);
+        all.extend(small(handle, 7));
+        all
+    }),
+    ("questions", |_, _, handle| {
+        // As many as there is room for answers that nobody takes.
+        let question =
+            |number| Message::from(Query { handle, path: 2, body: vec![1; 8] }).frame(number, 0, 0);
+        (7..1000).flat_map(question).collect()
+    }),
 ];
+
+/// A read of a few bytes.
+fn small(handle: u32, request: u64) -> Vec<u8> {
+    Message::from(Read { transfer: 0, handle, blocks: blocks(1, 8) }).frame(request, 0, 0)
+}
 
 /// A frame and its payload, of zeros.
 fn followed(mut frame: Vec<u8>, payload: usize) -> Vec<u8> {
@@ -90,8 +110,7 @@ fn attacked(test: &str, kind: &str) {
             let handle = session.import(&under_attack, &challenge).unwrap();
             let demand = demand(&under_attack, &challenge, handle);
             // A thread for the disk is there, and stays for a second.
-            let small = Read { transfer: 0, handle, blocks: vec![Block { offset: 0, len: 8 }] };
-            session.send(&Message::from(small).frame(3, 0, 0));
+            session.send(&small(handle, 3));
             session.frame().expect("a reply");
             let room = Some(target.process.address_space() + step * STEP);
             prlimit(pid, Resource::As, Rlimit { current: room, maximum: before.maximum }).unwrap();

@@ -1,11 +1,12 @@
 //! Threads that wait for devices: disks, GPUs, and libraries that look for some. One that hangs keeps those that wait for it, and no others.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, TryReserveError, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::pool::{Job, Pool, Refused};
+use crate::{Error, Kind};
 
 /// What is waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -52,8 +53,15 @@ impl Devices {
     pub(crate) fn spawn_for(&'static self, device: Device, number: u64, job: Job) -> Result<(), Refused> {
         {
             let mut all = self.0.lock();
-            let queue = all.get_or_insert_default().entry(device).or_default();
+            let all = all.get_or_insert_default();
+            if let Err(cause) = all.try_reserve(1) {
+                return Err(no_room(job, cause));
+            }
+            let queue = all.entry(device).or_default();
             if queue.running >= EACH {
+                if let Err(cause) = queue.waiting.try_reserve(1) {
+                    return Err(no_room(job, cause));
+                }
                 queue.waiting.push_back((number, job));
                 return Ok(());
             }
@@ -103,6 +111,11 @@ impl Devices {
             Refused { job, error }
         })
     }
+}
+
+fn no_room(job: Job, cause: TryReserveError) -> Refused {
+    let message = "no memory for what waits for a disk or the like";
+    Refused { job, error: Error::new(Kind::Exhausted, "wait for a device", message).caused_by(cause) }
 }
 
 /// A place among those who wait for a device; the next one gets it, also where a job has panicked.

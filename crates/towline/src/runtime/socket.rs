@@ -24,6 +24,7 @@ use rustix::net::{
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
     sockopt,
 };
+use rustix::time::{ClockId, clock_gettime};
 
 pub(crate) use self::tuning::Acknowledged;
 use crate::bytes::checked::gone;
@@ -68,6 +69,8 @@ pub(crate) struct Socket {
     family: Family,
     /// Descriptors that the peer passes along never become descriptors of this process.
     refuses_files: AtomicBool,
+    /// How long the machine had run then. A socket that connects is there before its connection.
+    made: Timespec,
 }
 
 /// Which kind of stream it is.
@@ -325,6 +328,11 @@ impl Socket {
         }
         // SAFETY: the kernel has just made this descriptor for us, closed on exec; nobody else knows of it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// The tick, so many to a second since the machine started, in which it was made.
+    pub(crate) fn made_at_tick(&self, ticks: u64) -> u64 {
+        self.made.tv_sec as u64 * ticks + self.made.tv_nsec as u64 * ticks / 1_000_000_000
     }
 
     /// Reads an option of a plain C type.
@@ -625,7 +633,8 @@ impl Socket {
 
     fn over(fd: OwnedFd, family: Family) -> Socket {
         fork::not_for_children(fd.as_raw_fd());
-        Socket { fd, family, refuses_files: AtomicBool::new(false) }
+        let made = clock_gettime(ClockId::Boottime);
+        Socket { fd, family, refuses_files: AtomicBool::new(false), made }
     }
 
     /// Two connected Unix sockets.

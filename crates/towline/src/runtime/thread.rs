@@ -1,11 +1,13 @@
 //! The one function with which the library starts threads.
-#![allow(unsafe_code, reason = "calls pthread_sigmask, for which there is no safe wrapper")]
+#![allow(unsafe_code, reason = "calls pthread_sigmask and mmap, for which there is no safe wrapper")]
 
 use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::{Error, Kind, Result};
 
@@ -37,12 +39,25 @@ fn start<H>(op: &'static str, name: String, spawn: impl FnOnce(Builder) -> io::R
     let builder = Builder::new().name(name.clone());
     // The new thread inherits the mask, so that there is no moment in which it could take a signal.
     let blocked = Blocked::here();
-    let spawned = spawn(builder);
+    let spawned = has_room().and_then(|()| spawn(builder));
     drop(blocked);
     // Whatever errno says.
     spawned.map_err(|error| {
         Error::new(Kind::Exhausted, op, format!("cannot start the thread {name}: {error}")).caused_by(error)
     })
+}
+
+/// What a thread takes: its stack, and what the standard library gives it before it runs, without which it ends the process.
+const ROOM: usize = (2 << 20) + (128 << 10);
+
+/// Whether there is room for one more thread now.
+fn has_room() -> io::Result<()> {
+    // SAFETY: a mapping where the kernel likes it, that nobody knows of, and that goes again.
+    unsafe {
+        let room = mmap_anonymous(ptr::null_mut(), ROOM, ProtFlags::empty(), MapFlags::PRIVATE)?;
+        munmap(room, ROOM)?;
+    }
+    Ok(())
 }
 
 /// While it lives, every signal but faults and the profiler's is blocked on the calling thread.

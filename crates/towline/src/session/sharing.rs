@@ -122,21 +122,43 @@ fn own_pid() -> String {
     rustix::process::getpid().as_raw_nonzero().to_string()
 }
 
-/// The process that made the other end of the socket. Before Linux 6.5 it is found by its number, which has to be one of this pid
-/// namespace, and which another process could have by now.
+/// The process that made the other end of the socket.
 pub(super) fn process_of(socket: &Socket) -> Result<OwnedFd> {
+    #[cfg(test)]
+    if tests::BEFORE_LINUX_6_5.get() {
+        return by_number(socket, socket.peer_credentials()?.pid);
+    }
     match socket.peer_process() {
-        Err(Errno::NOPROTOOPT) => match Pid::from_raw(socket.peer_credentials()?.pid) {
-            Some(pid) => pidfd_open(pid, PidfdFlags::empty())
-                .map_err(|error| Error::os("contact", "pidfd_open", error)),
-            None => Err(Error::new(
-                Kind::Unavailable,
-                "contact",
-                "before Linux 6.5 a process of another pid namespace cannot be named here",
-            )),
-        },
+        Err(Errno::NOPROTOOPT) => by_number(socket, socket.peer_credentials()?.pid),
         other => other.map_err(|error| Error::os("contact", "SO_PEERPIDFD", error)),
     }
+}
+
+/// The same before Linux 6.5, by the number that the kernel took down when the connection was made. Who has it now is that process only if it
+/// was there by then, and if nobody has hung up since.
+fn by_number(socket: &Socket, pid: i32) -> Result<OwnedFd> {
+    let unknown = |message: &'static str| Error::new(Kind::Unavailable, "contact", message);
+    let pid = Pid::from_raw(pid)
+        .ok_or_else(|| unknown("before Linux 6.5 a process of another pid namespace cannot be named here"))?;
+    let process =
+        pidfd_open(pid, PidfdFlags::empty()).map_err(|error| Error::os("contact", "pidfd_open", error))?;
+    let began = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    let began = began.ok().and_then(|stat| began_at(&stat));
+    // What was read is about the process that was opened: its number is nobody else's before it has ended.
+    match began {
+        _ if has_exited(&process) || socket.hung_up() => Err(unknown("the process has ended")),
+        None => Err(unknown("before Linux 6.5 a process is known by its start, which /proc does not show")),
+        Some(began) if began > socket.made_at_tick(rustix::param::clock_ticks_per_second()) => {
+            Err(unknown("a process that began after the connection was made has its number by now"))
+        }
+        Some(_) => Ok(process),
+    }
+}
+
+/// In which tick since the machine started the process began whose `/proc/<pid>/stat` that is.
+fn began_at(stat: &str) -> Option<u64> {
+    // The name, which is the second field, may have spaces and brackets in it.
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
 /// Whether the process that made the other end of the socket has ended, as far as the kernel tells.
@@ -152,9 +174,15 @@ pub(super) fn has_ended(socket: &Socket) -> bool {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::panic)]
 
+    use std::cell::Cell;
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    thread_local! {
+        /// This thread sees a kernel that does not name processes by descriptors.
+        pub(super) static BEFORE_LINUX_6_5: Cell<bool> = const { Cell::new(false) };
+    }
 
     fn pair() -> (Socket, Socket) {
         let name = format!("towline-sharing-{}-{:?}", own_pid(), std::thread::current().id());
@@ -166,12 +194,45 @@ mod tests {
     #[test]
     fn a_process_may_share_with_itself() {
         let (one, other) = pair();
-        for socket in [&one, &other] {
+        for (socket, before) in [(&one, false), (&other, false), (&one, true), (&other, true)] {
+            BEFORE_LINUX_6_5.set(before);
             let neighbour = may_share(socket, false).unwrap().unwrap_or_else(|apart| panic!("{apart}"));
             assert_eq!(neighbour.pid, Some(rustix::process::getpid().as_raw_nonzero().get()));
             assert_eq!(neighbour.between, None);
             assert!(!has_exited(&neighbour.process));
         }
+    }
+
+    #[test]
+    fn before_linux_6_5_a_process_that_began_after_the_connection_is_not_taken_for_the_peer() {
+        let (one, _other) = pair();
+        loop {
+            let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+            let pid = i32::try_from(child.id()).unwrap();
+            let outcome = by_number(&one, pid);
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            // Within one tick of the kernel's nobody can tell.
+            let Err(error) = outcome else { continue };
+            assert!(error.message().contains("began after"), "{error}");
+            assert!(by_number(&one, pid).is_err(), "nobody has the number");
+            return;
+        }
+    }
+
+    #[test]
+    fn before_linux_6_5_who_has_hung_up_is_not_known_by_its_number() {
+        let (one, other) = pair();
+        drop(other);
+        let error = by_number(&one, rustix::process::getpid().as_raw_nonzero().get()).unwrap_err();
+        assert!(error.message().contains("has ended"), "{error}");
+    }
+
+    #[test]
+    fn the_start_of_a_process_is_found_behind_any_name() {
+        let stat = "7 (a ) S 1 (b) R 1 7 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 8812 5 6";
+        assert_eq!(began_at(stat), Some(8812));
+        assert_eq!(began_at("7 (cut) R 1"), None);
     }
 
     #[test]
