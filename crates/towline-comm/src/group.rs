@@ -25,7 +25,7 @@ struct Group {
 
 thread_local! {
     static OPEN: RefCell<Option<Group>> = const { RefCell::new(None) };
-    /// Who wants to know how the call that this thread is making ends.
+    /// What is notified of how the call that this thread is making ends.
     static FOLLOWER: RefCell<Option<Promise>> = const { RefCell::new(None) };
 }
 

@@ -59,7 +59,7 @@ struct Shared {
     end: Completion<Result<u64>>,
     /// It starts at the end of a group.
     deferred: bool,
-    /// Somebody has looked how it ended.
+    /// A caller has looked how it ended.
     seen: AtomicBool,
     op: &'static str,
     within: Duration,
@@ -252,7 +252,7 @@ impl Promise {
 }
 
 impl Ended {
-    /// Whether somebody has looked how it ended.
+    /// Whether a caller has looked how it ended.
     pub(crate) fn was_seen(&self) -> bool {
         self.0.seen.load(Ordering::Acquire)
     }

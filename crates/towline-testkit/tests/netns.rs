@@ -194,7 +194,7 @@ fn an_owner_whose_peer_is_cut_off_takes_its_memory_back() {
     user.must(&format!("loop read {remote} 1 {}", 256 * MIB));
     std::thread::sleep(Duration::from_millis(50));
     network.cut(End::B);
-    // Bytes are under way to somebody who will never take them. It waits for nobody; a busy machine is given five seconds.
+    // Bytes are in flight to a peer that will never take them. It waits for no peer; a busy machine is given five seconds.
     owner.must("deregister 1 5000");
     let stats = owner.must("stats");
     assert_eq!((stats.number(0), stats.number(1)), (0, 0), "regions and parked storages");

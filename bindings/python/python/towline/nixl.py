@@ -211,7 +211,7 @@ class Agent:
 
     ``devices`` names the network devices that UCX may use (``"mlx5_0:1"``, ``"lo"``, or ``"tcp"`` for all interfaces); an empty list stands for
     RDMA devices alone. Without it UCX takes what an agent of NIXL's own API has: all of them. It listens on every interface that has an
-    address then, and whoever can connect there can read and write all memory of this process. The embedded engine listens on loopback.
+    address then, and a program that can connect there can read and write all memory of this process. The embedded engine listens on loopback.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ use super::run::{Run, STEP, share, steps};
 use crate::Result;
 use crate::combine::{Accumulator, Scratch, wide};
 
-/// The two ranks.
+/// Which ranks send to which.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pattern {
     /// Each with each, in `n - 1` rounds of disjoint pairs.

@@ -251,7 +251,7 @@ impl Lane {
         self.ended(done, outcome, true);
     }
 
-    /// Whether somebody awaits one of the operations of this lane as a future.
+    /// Whether a task awaits one of the operations of this lane as a future.
     fn is_awaited(&self, first: &Promise, in_flight: &VecDeque<(Transfer, Promise)>) -> bool {
         first.is_awaited()
             || in_flight.iter().any(|(_, done)| done.is_awaited())

@@ -15,7 +15,7 @@ use towline_proto::{Error, Kind, Result};
 use crate::network::{Came, Frame, INBOX, Memory};
 use crate::world::{CONTROL, Event, GUARD, LIMIT, Play, World, byte_of, room_of};
 
-/// The time of the simulation, for who has no world at hand.
+/// The time of the simulation, for code that has no world at hand.
 #[derive(Clone)]
 pub(crate) struct Clock {
     pub(crate) start: Instant,

@@ -34,7 +34,7 @@ pub trait MemoryDescription: Send + Sync + fmt::Debug {
 /// Describes a storage of this crate's: its address, its length and its kind.
 macro_rules! describe {
     ($storage:ty, |$this:ident| $addr:expr, $size:expr, $kind:expr) => {
-        #[allow(unused_variables, reason = "an answer need not depend on the value")]
+        #[allow(unused_variables, reason = "a result need not depend on the value")]
         impl $crate::memory::MemoryDescription for $storage {
             fn addr(&self) -> usize {
                 let $this = self;

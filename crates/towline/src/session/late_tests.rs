@@ -193,11 +193,11 @@ fn an_owner_that_is_heard_and_never_says_what_became_of_a_write_does_not_keep_it
 
 /// Waits for who asks for that memory to have looked whether the transfer was stopped.
 fn looked(memory: std::ops::Range<usize>) -> impl Fn() + Send + Sync {
-    let (say, hear) = mpsc::channel();
+    let (say, received) = mpsc::channel();
     let act = Arc::new(move || say.send(()).unwrap_or_default());
     moments::hold(Hold { moment: Moment::Looked, memory, act });
-    let hear = Mutex::new(hear);
-    move || hear.lock().recv_timeout(WATCHDOG).expect("it looks")
+    let received = Mutex::new(received);
+    move || received.lock().recv_timeout(WATCHDOG).expect("it looks")
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn a_write_that_is_stopped_while_it_is_being_sent_ends_whoever_takes_its_request
             let _ = sender_waits.lock().recv();
         });
         moments::hold(Hold { moment: Moment::Asked, memory: piece(local.addr(), PIECES - 1), act });
-        // … when the transfer is stopped; and it looks before whoever stops it does.
+        // … when the transfer is stopped; and it looks before the thread that stops it does.
         let looked = looked(piece(local.addr(), PIECES - 1));
         let sender_goes_on = Mutex::new(sender_goes_on);
         let act = Arc::new(move || {

@@ -43,7 +43,7 @@ pub(crate) struct QueryReply {
 
 /// At the owner: who answers for the paths to its regions, each of which has a number. The transports do.
 pub(crate) trait OwnerPaths: Send + Sync {
-    /// The paths that who holds that ticket should ask about, a bit for each. Called with every grant, so it is quick.
+    /// The paths that a holder of that ticket should ask about, a bit for each. Called with every grant, so it is quick.
     fn offers(&self, ticketed: &Ticketed<'_>) -> u8;
 
     /// Takes a word that asks for nothing and gives nothing; false where it is a query. Quick.

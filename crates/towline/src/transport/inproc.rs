@@ -181,7 +181,7 @@ fn owner_is_open(region: &RegionCore) -> Result<()> {
         .map_err(|_| Error::owner_gone("use", "the owner has closed its endpoint"))
 }
 
-/// Reduces the pieces into memory that was lent, in turn with whoever else changes such memory.
+/// Reduces the pieces into memory that was lent, in turn with all others that change such memory.
 ///
 /// # Safety
 /// As for [`move_pieces`].

@@ -54,7 +54,7 @@ pub(crate) fn limited_to(
     devices::Devices::of(devices, "nixl")?.limit(parameters).map_err(|error| error.during("nixl"))
 }
 
-/// What a foreign library said, with the kind that tells the caller what to do about it.
+/// What a foreign library said, with the kind that says what the caller can do about it.
 pub(crate) fn of_nixl(error: towline_sys::Error) -> Error {
     let kind = match &error {
         error if error.is_unavailable() => Kind::Unavailable,

@@ -73,12 +73,12 @@ impl Scene {
         Scene { rules, now, memory: Rc::default(), moved }
     }
 
-    fn counting(&self) -> Counting {
+    fn waiter(&self) -> Counting {
         Counting { of: Arc::clone(&self.moved), memory: Rc::clone(&self.memory) }
     }
 
     fn ask(&mut self, over: ConnectionId, asks: Asks) -> u64 {
-        let asked = self.rules.ask(over, asks, self.counting(), self.now);
+        let asked = self.rules.ask(over, asks, self.waiter(), self.now);
         asked.map_err(|(_, error)| error).unwrap().request
     }
 
@@ -378,9 +378,9 @@ fn what_was_not_sent_is_asked_again_whatever_it_is() {
     let mut scene = Scene::new(true);
     let write = scene.ask(LANE, CHANGE);
     assert_eq!(names(&scene.lane_ends(FORSAKEN, &[write])), ["again"]);
-    let Err((somebody, error)) = scene.rules.ask(LANE, CHANGE, scene.counting(), scene.now) else { panic!() };
+    let Err((waiter, error)) = scene.rules.ask(LANE, CHANGE, scene.waiter(), scene.now) else { panic!() };
     assert_eq!(error.kind(), Kind::Disconnected);
-    assert!(matches!(scene.rules.not_sent(somebody, error), Action::Again(..)));
+    assert!(matches!(scene.rules.not_sent(waiter, error), Action::Again(..)));
 }
 
 #[test]
@@ -396,7 +396,7 @@ fn of_what_was_sent_over_a_lane_that_is_lost_reads_are_asked_again_and_changes_a
 fn nothing_is_asked_again_that_was_stopped_or_refused_or_whose_session_is_over() {
     let gone = || Error::new(Kind::Disconnected, "session", "the lane is gone");
     let mut scene = Scene::new(false);
-    let again = |scene: &Scene, error| scene.rules.not_sent(scene.counting(), error);
+    let again = |scene: &Scene, error| scene.rules.not_sent(scene.waiter(), error);
     assert!(matches!(again(&scene, gone()), Action::Again(..)));
     let refused = Error::new(Kind::PermissionDenied, "session", "no");
     assert!(matches!(again(&scene, refused), Action::Failed(..)));
@@ -411,7 +411,7 @@ fn nothing_is_asked_again_that_was_stopped_or_refused_or_whose_session_is_over()
 fn a_transfer_whose_lanes_are_lost_over_and_over_ends() {
     let scene = Scene::new(false);
     let gone = Error::new(Kind::Disconnected, "session", "the lane is gone");
-    let lost = || scene.rules.not_sent(scene.counting(), gone.clone());
+    let lost = || scene.rules.not_sent(scene.waiter(), gone.clone());
     let again = std::iter::repeat_with(lost).take_while(|action| matches!(action, Action::Again(..)));
     assert_eq!(again.take(1000).count(), lost::MOST_REPEATED);
 }
