@@ -51,7 +51,7 @@ macro_rules! operations {
         impl $name {
             /// What the active side does.
             pub fn kind(&self) -> OperationKind {
-                self.0.kind()
+                self.0.kind
             }
 
             /// The local memory.

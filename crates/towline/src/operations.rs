@@ -154,7 +154,7 @@ pub(crate) struct Offered {
 
 /// An operation that waits for a peer.
 pub(crate) struct Passive {
-    id: OperationId,
+    pub(crate) id: OperationId,
     name: &'static str,
     access: Access,
     operations: Weak<Operations>,
@@ -163,7 +163,7 @@ pub(crate) struct Passive {
     /// How long it waits for the memory to become quiet.
     quiet_limit: Duration,
     inner: Mutex<Inner>,
-    completion: Completion<Result<()>>,
+    pub(crate) completion: Completion<Result<()>>,
 }
 
 struct Inner {
@@ -300,14 +300,6 @@ impl Passive {
             self.end(Err(error));
         }
         claims.into_iter().for_each(|claim| claim());
-    }
-
-    pub(crate) fn id(&self) -> &OperationId {
-        &self.id
-    }
-
-    pub(crate) fn completion(&self) -> &Completion<Result<()>> {
-        &self.completion
     }
 
     pub(crate) fn stage(&self) -> Stage {

@@ -197,8 +197,8 @@ pub(crate) struct UsablePath<A> {
 
 /// The paths to one remote region: the usable ones in order of preference, and what became of the others.
 pub(crate) struct Paths<A> {
-    usable: Vec<UsablePath<A>>,
-    explanation: Explanation,
+    pub(crate) usable: Vec<UsablePath<A>>,
+    pub(crate) explanation: Explanation,
 }
 
 impl<A> Paths<A> {
@@ -276,14 +276,5 @@ impl<A> Paths<A> {
                     format!("no usable path can do {needs:?} as required:\n{}", self.explanation),
                 )
             })
-    }
-
-    /// Every path that can be used, in order of preference.
-    pub(crate) fn usable(&self) -> &[UsablePath<A>] {
-        &self.usable
-    }
-
-    pub(crate) fn explanation(&self) -> &Explanation {
-        &self.explanation
     }
 }

@@ -31,7 +31,7 @@ pub struct ReadOperation(pub(super) ActiveOperation);
 pub struct WriteOperation(pub(super) ActiveOperation);
 
 pub(super) struct ActiveOperation {
-    kind: OperationKind,
+    pub(super) kind: OperationKind,
     set: Arc<TransferSet>,
     pub(super) local: Vec<Descriptor>,
 }
@@ -196,10 +196,6 @@ impl Prepared {
 }
 
 impl ActiveOperation {
-    pub(super) fn kind(&self) -> OperationKind {
-        self.kind
-    }
-
     pub(super) fn name(&self) -> &'static str {
         if self.kind == OperationKind::Write { "write" } else { "read" }
     }
@@ -212,7 +208,7 @@ impl ActiveOperation {
     }
 
     pub(super) fn completion(&self) -> &Completion<Result<()>> {
-        self.set.completion()
+        &self.set.completion
     }
 
     pub(super) fn is_quiet(&self) -> bool {
@@ -239,17 +235,17 @@ macro_rules! peer {
         impl $name {
             /// The name of the peer whose memory it is.
             pub fn peer(&self) -> &str {
-                self.0.set.peer()
+                &self.0.set.peer
             }
 
             /// The path that the bytes take.
             pub fn path(&self) -> &'static str {
-                self.0.set.path()
+                self.0.set.path
             }
 
             /// How many bytes are moved in all.
             pub fn bytes(&self) -> u64 {
-                self.0.set.bytes()
+                self.0.set.bytes
             }
         }
     )*};

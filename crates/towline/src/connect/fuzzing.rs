@@ -86,7 +86,7 @@ fn opens(metadata: &RdmaMetadata) {
         assert!(layout.is_some() || one.size == ticket.length());
         if one.size <= LARGEST {
             let all = portions(Op::Read, layout, None, one.size).expect("what was offered can be read");
-            assert_eq!(all.iter().map(|portion| portion.bytes()).sum::<u64>(), one.size);
+            assert_eq!(all.iter().map(|portion| portion.bytes).sum::<u64>(), one.size);
         }
     }
 }

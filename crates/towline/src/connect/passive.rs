@@ -26,7 +26,7 @@ pub struct ReadableOperation(pub(super) PassiveOperation);
 pub struct WritableOperation(pub(super) PassiveOperation);
 
 pub(super) struct PassiveOperation {
-    kind: OperationKind,
+    pub(super) kind: OperationKind,
     passive: Arc<Passive>,
     pub(super) local: Vec<Descriptor>,
 }
@@ -109,17 +109,13 @@ impl PassiveOperation {
             });
             both.collect::<Result<(Vec<_>, Vec<Ticket>)>>()
         })?;
-        let operation = *self.passive.id();
+        let operation = self.passive.id;
         Ok(RdmaMetadata {
             descriptors,
             nixl_metadata: Envelope { operation, tickets }.to_text(form)?,
             notification_key: uuid(&operation),
             operation_kind: self.kind,
         })
-    }
-
-    pub(super) fn kind(&self) -> OperationKind {
-        self.kind
     }
 
     pub(super) fn name(&self) -> &'static str {
@@ -135,7 +131,7 @@ impl PassiveOperation {
     }
 
     pub(super) fn completion(&self) -> &Completion<Result<()>> {
-        self.passive.completion()
+        &self.passive.completion
     }
 
     pub(super) fn is_quiet(&self) -> bool {

@@ -17,7 +17,7 @@ const BLOCK_WEIGHT: u64 = 1 << 10;
 /// One part of those that together move a descriptor.
 pub(super) struct Portion {
     what: What,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 enum What {
@@ -80,10 +80,6 @@ impl Portion {
         self.bytes.max(self.blocks() * BLOCK_WEIGHT)
     }
 
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     fn blocks(&self) -> u64 {
         match &self.what {
             What::Run { .. } => 0,
@@ -118,7 +114,7 @@ mod tests {
     use crate::Kind;
 
     fn shape(portions: &[Portion]) -> Vec<(u64, u64)> {
-        portions.iter().map(|portion| (portion.blocks(), portion.bytes())).collect()
+        portions.iter().map(|portion| (portion.blocks(), portion.bytes)).collect()
     }
 
     #[test]
@@ -132,7 +128,7 @@ mod tests {
         for (op, remote, local) in [(Op::Read, Some(&view), None), (Op::Write, None, Some(&view))] {
             let all = portions(op, remote, local, 600_000).unwrap();
             assert_eq!(shape(&all), [(65536, 262_144), (65536, 262_144), (18928, 75_712)]);
-            assert!(all[0].weight() > all[0].bytes());
+            assert!(all[0].weight() > all[0].bytes);
         }
     }
 

@@ -42,14 +42,14 @@ struct Waiting {
 pub(super) struct TransferSet {
     endpoint: Endpoint,
     op: Op,
-    bytes: u64,
-    peer: Arc<str>,
-    path: &'static str,
+    pub(super) bytes: u64,
+    pub(super) peer: Arc<str>,
+    pub(super) path: &'static str,
     by_workers: bool,
     /// The stream that all of them are in order with.
     stream: Option<StreamHandle>,
     inner: Mutex<Inner>,
-    completion: Completion<Result<()>>,
+    pub(super) completion: Completion<Result<()>>,
     /// The transfers that were not quiet at the end.
     unquiet: Mutex<Vec<QuietWatch>>,
 }
@@ -81,7 +81,7 @@ impl TransferSet {
         parts: Vec<Part>,
     ) -> Result<Arc<TransferSet>> {
         let portions = || parts.iter().flat_map(|part| &part.portions);
-        let bytes = portions().map(Portion::bytes).sum();
+        let bytes = portions().map(|portion| portion.bytes).sum();
         let by_workers = portions().map(Portion::weight).sum::<u64>() > INLINE;
         let first = parts.first().map(|part| &part.remote);
         let (peer, path) =
@@ -140,22 +140,6 @@ impl TransferSet {
     /// Whether it has ended and is quiet.
     pub(super) fn is_quiet(&self) -> bool {
         self.completion.result().is_some() && self.unquiet.lock().iter().all(QuietWatch::is_quiet)
-    }
-
-    pub(super) fn completion(&self) -> &Completion<Result<()>> {
-        &self.completion
-    }
-
-    pub(super) fn peer(&self) -> &str {
-        &self.peer
-    }
-
-    pub(super) fn path(&self) -> &'static str {
-        self.path
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Starts what may be in flight. One thread at a time; what ends meanwhile leaves the next ones to it.

@@ -22,7 +22,7 @@ use crate::{Error, Kind, Result, fork};
 /// }
 /// ```
 pub struct Gpu {
-    context: Context,
+    pub(crate) context: Context,
     ordinal: u32,
     name: String,
     node: Option<u32>,
@@ -96,11 +96,6 @@ impl Gpu {
     /// The device.
     pub fn device(&self) -> &Device {
         self.context.device()
-    }
-
-    /// Its primary context.
-    pub(crate) fn context(&self) -> &Context {
-        &self.context
     }
 
     /// The NUMA node that it is near to, if the kernel says.

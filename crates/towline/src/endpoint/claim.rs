@@ -328,7 +328,7 @@ mod tests {
         .unwrap();
         let routing = Routing::default().require(path).unwrap();
         let user = Endpoint::options("user").routing(routing).open().unwrap();
-        let claimed = claim(user.core(), *passive.id(), vec![ticket]).unwrap();
+        let claimed = claim(user.core(), passive.id, vec![ticket]).unwrap();
         Scene { passive, claimed, _ends: (owner, user) }
     }
 
@@ -337,7 +337,7 @@ mod tests {
         for path in ["inproc", "unix", "tcp"] {
             let scene = claimed_over(path);
             scene.claimed.claim.finish(&Ok(())).unwrap();
-            scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap().unwrap();
+            scene.passive.completion.wait("test", Some(Instant::now() + LONG)).unwrap().unwrap();
         }
     }
 
@@ -362,7 +362,7 @@ mod tests {
         let error = scene.claimed.claim.finish(&Ok(())).unwrap_err();
         assert_eq!(error.kind(), Kind::Timeout, "{error}");
         // The owner learns it, and says the same.
-        let ended = scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap();
+        let ended = scene.passive.completion.wait("test", Some(Instant::now() + LONG)).unwrap();
         assert_eq!(ended.unwrap_err().kind(), Kind::Timeout);
     }
 
@@ -372,6 +372,6 @@ mod tests {
         let Of::There(session, _) = &scene.claimed.claim.of else { panic!("the owner is reached by tcp") };
         session.fail(Error::new(Kind::Disconnected, "session", "cut off"));
         assert_eq!(scene.claimed.claim.finish(&Ok(())).unwrap_err().kind(), Kind::Disconnected);
-        assert!(scene.passive.completion().wait("test", Some(Instant::now() + LONG)).unwrap().is_err());
+        assert!(scene.passive.completion.wait("test", Some(Instant::now() + LONG)).unwrap().is_err());
     }
 }

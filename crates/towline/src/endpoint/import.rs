@@ -55,7 +55,7 @@ impl Remote {
             Owner::Here(region) => (region.registry.identity().incarnation, None),
             Owner::There(handle) => {
                 let session = handle.session();
-                (session.owner().incarnation, Some(Arc::clone(session.lost())))
+                (session.owner().incarnation, Some(Arc::clone(&session.lost)))
             }
         };
         let paths = transport::paths_to(&Offer {
@@ -67,7 +67,7 @@ impl Remote {
         })
         .map_err(|error| error.with_peer(peer))?;
         let peer: Arc<str> = peer.into();
-        let counters = paths.usable().iter().map(|path| endpoint.counters.of(&peer, path.name)).collect();
+        let counters = paths.usable.iter().map(|path| endpoint.counters.of(&peer, path.name)).collect();
         let expires =
             grant.expires_in_ms.map(|left| runtime::later(Instant::now(), Duration::from_millis(left)));
         let endpoint = Arc::downgrade(endpoint);
@@ -117,7 +117,7 @@ impl Remote {
 
     /// Every path: which one is taken, and why the others are not.
     pub fn explain(&self) -> &Explanation {
-        self.paths.explanation()
+        &self.paths.explanation
     }
 
     /// Whether the owner can still be reached, as far as is known here; the error says what ended it.
@@ -126,7 +126,7 @@ impl Remote {
     /// nothing of the region: an owner that has deregistered it lives on.
     pub fn alive(&self) -> Result<()> {
         fork::guard("alive")?;
-        let first = self.paths.usable().first();
+        let first = self.paths.usable.first();
         let alive = |path: &UsablePath| path.attachment.alive().map_err(|error| error.on(path.name));
         first.map_or(Ok(()), alive).map_err(|error| error.with_peer(&*self.peer))
     }
@@ -149,7 +149,7 @@ impl Remote {
         let pinned = || {
             fork::guard("pin")?;
             self.check_lease("pin")?;
-            let held = self.paths.usable().iter().find_map(|path| {
+            let held = self.paths.usable.iter().find_map(|path| {
                 let name = path.name;
                 Some(path.attachment.hold()?.map(|held| (held, name)).map_err(|error| error.on(name)))
             });

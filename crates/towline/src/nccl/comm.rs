@@ -357,10 +357,10 @@ impl Core {
         Arc::new(Core {
             buffer_calls: nccl.buffer_calls(),
             plain: nccl.registers_without_context(),
-            seen: if nccl.registers_without_context() { gpu.context().name() } else { ContextName::NONE },
+            seen: if nccl.registers_without_context() { gpu.context.name() } else { ContextName::NONE },
             nccl,
             ordinal: gpu.ordinal(),
-            context: gpu.context().clone(),
+            context: gpu.context.clone(),
             gpu,
             options,
             place: OnceLock::new(),

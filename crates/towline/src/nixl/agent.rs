@@ -239,7 +239,7 @@ impl NixlAgent {
     /// The plug-ins that backends could be made of.
     pub fn get_available_plugins(&self) -> Result<Vec<String>> {
         Ok(match &self.0.running {
-            Running::Nixl(native) => native.agent().plugins().map_err(of_nixl)?,
+            Running::Nixl(native) => native.agent.plugins().map_err(of_nixl)?,
             Running::Embedded { .. } => embedded::STANDS_FOR.map(str::to_owned).to_vec(),
         })
     }
@@ -248,8 +248,7 @@ impl NixlAgent {
     pub fn get_plugin_params(&self, plugin: &str) -> Result<(Vec<MemType>, Params)> {
         match &self.0.running {
             Running::Nixl(native) => {
-                let sys_nixl::Plugin { memory, parameters } =
-                    native.agent().plugin(plugin).map_err(of_nixl)?;
+                let sys_nixl::Plugin { memory, parameters } = native.agent.plugin(plugin).map_err(of_nixl)?;
                 Ok((memory.into_iter().map(mem_type).collect(), parameters))
             }
             Running::Embedded { .. } if embedded::STANDS_FOR.contains(&plugin) => {
@@ -265,7 +264,7 @@ impl NixlAgent {
     /// Everything that a peer needs to reach all that is registered here.
     pub fn get_local_md(&self) -> Result<Vec<u8>> {
         match &self.0.running {
-            Running::Nixl(native) => native.agent().metadata().map_err(of_nixl),
+            Running::Nixl(native) => native.agent.metadata().map_err(of_nixl),
             Running::Embedded { engine, .. } => engine.metadata(),
         }
     }
@@ -326,7 +325,7 @@ impl NixlAgent {
     pub fn make_connection(&self, peer: &str, opt: Option<&OptArgs>) -> Result<()> {
         match &self.0.running {
             Running::Nixl(native) => {
-                native.with_options(opt, |options| native.agent().connect(peer, options).map_err(of_nixl))
+                native.with_options(opt, |options| native.agent.connect(peer, options).map_err(of_nixl))
             }
             Running::Embedded { engine, .. } => {
                 self.check_options(opt)?;
@@ -430,7 +429,7 @@ impl NixlAgent {
         }
         match &self.0.running {
             Running::Nixl(native) => native.with_options(Some(&opt), |options| {
-                native.agent().notify(peer, message, options).map_err(of_nixl)
+                native.agent.notify(peer, message, options).map_err(of_nixl)
             }),
             Running::Embedded { engine, .. } => {
                 self.check_options(Some(&opt))?;
@@ -443,7 +442,7 @@ impl NixlAgent {
     pub fn get_notifications(&self, into: &mut NotificationMap) -> Result<()> {
         match &self.0.running {
             Running::Nixl(native) => {
-                let came = native.agent().notifications().map_err(of_nixl)?;
+                let came = native.agent.notifications().map_err(of_nixl)?;
                 into.extend(came.into_iter().map(|one| (one.peer, one.message)));
             }
             Running::Embedded { engine, .. } => into.extend(engine.notifications()?),
@@ -458,7 +457,7 @@ impl NixlAgent {
     pub fn wait_notifications(&self, into: &mut NotificationMap, within: Duration) -> Result<bool> {
         match &self.0.running {
             Running::Nixl(native) => pauses(within, || {
-                let came = native.agent().notifications().map_err(of_nixl)?;
+                let came = native.agent.notifications().map_err(of_nixl)?;
                 let some = !came.is_empty();
                 into.extend(came.into_iter().map(|one| (one.peer, one.message)));
                 Ok(some)
@@ -479,7 +478,7 @@ impl NixlAgent {
     /// Options may only name backends that the agent has; NIXL's engine looks them up itself.
     pub(super) fn check_options(&self, opt: Option<&OptArgs>) -> Result<()> {
         let has = self.backends();
-        match opt.and_then(|opt| opt.backends().iter().find(|name| !has.contains(name))) {
+        match opt.and_then(|opt| opt.backends.iter().find(|name| !has.contains(name))) {
             Some(name) => Err(Error::invalid("nixl", format!("the agent has no backend {name} to use"))),
             None => Ok(()),
         }

@@ -32,7 +32,7 @@ pub(super) const STANDS_FOR: [&str; 4] = ["LIBFABRIC", "MOONCAKE", "POSIX", "UCX
 
 /// An agent on this engine.
 pub(super) struct Embedded {
-    endpoint: Endpoint,
+    pub(super) endpoint: Endpoint,
     /// Something to import for a peer that only wants to send messages; it allows nothing else.
     door: Registered<SystemStorage>,
     registered: Mutex<Table<Arc<Local>>>,
@@ -297,10 +297,6 @@ impl Embedded {
             Err(error) if error.kind() == Kind::Timeout => Ok(Vec::new()),
             Err(error) => Err(error),
         }
-    }
-
-    pub(super) fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
     }
 }
 

@@ -24,7 +24,7 @@ pub(super) type Keepers = Arc<[Arc<dyn Held>]>;
 /// An agent of NIXL, and what is registered with it.
 pub(super) struct Native {
     nixl: Nixl,
-    agent: native::Agent,
+    pub(super) agent: native::Agent,
     backends: Mutex<BTreeMap<String, native::Backend>>,
     /// Those that UCX may use, as the configuration has them.
     ucx_devices: Option<Vec<String>>,
@@ -60,10 +60,6 @@ impl Native {
 
     pub(super) fn name(&self) -> &str {
         self.agent.name()
-    }
-
-    pub(super) fn agent(&self) -> &native::Agent {
-        &self.agent
     }
 
     /// Makes a backend, unless it is there.
@@ -259,7 +255,7 @@ impl Native {
         let Some(opt) = opt else { return call(&native::Options::default()) };
         let backends = {
             let known = self.backends.lock();
-            opt.backends()
+            opt.backends
                 .iter()
                 .map(|name| {
                     known.get(name).cloned().ok_or_else(|| {

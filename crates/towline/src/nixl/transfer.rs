@@ -52,7 +52,7 @@ impl XferStatus {
 /// What most calls take besides their arguments proper.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OptArgs {
-    backends: Vec<String>,
+    pub(super) backends: Vec<String>,
     message: Vec<u8>,
     has_notification: bool,
     skip_merge: bool,
@@ -112,10 +112,6 @@ impl OptArgs {
 
     pub(super) fn notification(&self) -> Option<&[u8]> {
         self.has_notification.then_some(&self.message)
-    }
-
-    pub(super) fn backends(&self) -> &[String] {
-        &self.backends
     }
 
     pub(super) fn native<'a>(&'a self, backends: &'a [native::Backend]) -> native::Options<'a> {

@@ -37,11 +37,11 @@ fn operation(endpoint: &Endpoint, access: Access, regions: usize) -> (Arc<Passiv
 
 fn claim(endpoint: &Endpoint, passive: &Passive, who: u64, region: (u32, u64)) -> Result<()> {
     let operations = &endpoint.core().operations;
-    operations.claim(passive.id(), Claimer::Session(who), &format!("peer-{who}"), region, Access::READ_WRITE)
+    operations.claim(&passive.id, Claimer::Session(who), &format!("peer-{who}"), region, Access::READ_WRITE)
 }
 
 fn finish(endpoint: &Endpoint, passive: &Passive, who: u64, outcome: Result<()>) {
-    let _ = endpoint.core().operations.finish(passive.id(), Claimer::Session(who), outcome);
+    let _ = endpoint.core().operations.finish(&passive.id, Claimer::Session(who), outcome);
 }
 
 fn failed() -> Error {
@@ -60,12 +60,12 @@ fn one_session_claims_all_regions_and_ends_it() {
     assert!(endpoint.core().operations.any_claimed_by(Claimer::Session(1)));
     assert!(!endpoint.core().operations.any_claimed_by(Claimer::Session(2)));
     finish(&endpoint, &passive, 1, Ok(()));
-    assert!(passive.completion().result().unwrap().is_ok());
+    assert!(passive.completion.result().unwrap().is_ok());
     assert!(passive.is_quiet());
     assert_eq!((endpoint.stats().regions, endpoint.stats().operations), (0, 0));
     finish(&endpoint, &passive, 1, Err(failed()));
     passive.end(Err(failed()));
-    assert!(passive.completion().result().unwrap().is_ok(), "the first end stays");
+    assert!(passive.completion.result().unwrap().is_ok(), "the first end stays");
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn only_its_own_memory_and_enough_rights_claim_it() {
     let error = claim(&endpoint, &passive, 1, elsewhere[0]).unwrap_err();
     assert_eq!(error.kind(), Kind::PermissionDenied);
     let operations = &endpoint.core().operations;
-    let error = operations.claim(passive.id(), Claimer::here(), "p", places[0], Access::READ).unwrap_err();
+    let error = operations.claim(&passive.id, Claimer::here(), "p", places[0], Access::READ).unwrap_err();
     assert_eq!(error.kind(), Kind::PermissionDenied);
     assert_eq!((passive.stage(), other.stage()), (Stage::Waiting, Stage::Waiting));
     let unknown = operations.claim(&[0; 16], Claimer::here(), "p", places[0], Access::WRITE).unwrap_err();
@@ -105,7 +105,7 @@ fn a_claimer_that_asked_for_half_of_it_is_not_believed() {
     let (passive, places) = operation(&endpoint, Access::READ, 2);
     claim(&endpoint, &passive, 1, places[0]).unwrap();
     finish(&endpoint, &passive, 1, Ok(()));
-    assert_eq!(passive.completion().result().unwrap().unwrap_err().kind(), Kind::Protocol);
+    assert_eq!(passive.completion.result().unwrap().unwrap_err().kind(), Kind::Protocol);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn the_end_of_the_session_and_the_claimers_error_name_the_peer() {
     finish(&endpoint, &unlucky, 2, Err(failed()));
     for (passive, kind, peer) in [(gone, Kind::Disconnected, "peer-1"), (unlucky, Kind::Exhausted, "peer-2")]
     {
-        let error = passive.completion().result().unwrap().unwrap_err();
+        let error = passive.completion.result().unwrap().unwrap_err();
         assert_eq!((error.kind(), error.peer(), error.op()), (kind, Some(peer), "readable"));
     }
 }
@@ -140,10 +140,10 @@ fn it_ends_only_when_its_memory_is_quiet() {
     )
     .unwrap();
     passive.end(Err(failed()));
-    assert!(passive.completion().result().is_none() && !passive.is_quiet());
+    assert!(passive.completion.result().is_none() && !passive.is_quiet());
     assert!(passive.with_regions(|_| Ok(())).is_err());
     drop(inside);
-    let result = passive.completion().wait("writable", Some(Instant::now() + LONG)).unwrap();
+    let result = passive.completion.wait("writable", Some(Instant::now() + LONG)).unwrap();
     assert_eq!(result.unwrap_err().kind(), Kind::Exhausted);
     assert!(passive.is_quiet());
 }
@@ -163,7 +163,7 @@ fn who_stays_inside_the_memory_does_not_keep_it_from_ending() {
     )
     .unwrap();
     passive.end(Err(failed()));
-    let error = passive.completion().wait("writable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
+    let error = passive.completion.wait("writable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
     assert_eq!(error.kind(), Kind::Timeout);
     assert!(error.message().contains("no room; a peer was still inside"), "{error}");
     assert!(!passive.is_quiet());
@@ -199,7 +199,7 @@ fn deadlines_say_whether_anybody_came() {
     let (claimed, place) = open(None);
     claim(&endpoint, &claimed, 1, place).unwrap();
     for (passive, words) in [(lonely, "no peer claimed it"), (claimed, "its claimer was not done")] {
-        let error = passive.completion().wait("readable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
+        let error = passive.completion.wait("readable", Some(Instant::now() + LONG)).unwrap().unwrap_err();
         assert_eq!(error.kind(), Kind::Timeout);
         assert!(error.message().contains(words), "{error}");
     }
@@ -211,7 +211,7 @@ fn closing_the_endpoint_ends_everything_and_nothing_opens_after() {
     let (passive, _) = operation(&endpoint, Access::READ, 1);
     let late = offer(&endpoint, Access::READ);
     endpoint.close().unwrap();
-    assert_eq!(passive.completion().result().unwrap().unwrap_err().kind(), Kind::Canceled);
+    assert_eq!(passive.completion.result().unwrap().unwrap_err().kind(), Kind::Canceled);
     let refused = Passive::open(
         &endpoint.core().operations,
         endpoint.limits(),
@@ -229,6 +229,6 @@ fn numbers_look_like_uuids() {
     let endpoint = endpoint(LONG);
     let (one, _) = operation(&endpoint, Access::READ, 1);
     let (other, _) = operation(&endpoint, Access::READ, 1);
-    assert_ne!(one.id(), other.id());
-    assert_eq!((one.id()[6] >> 4, one.id()[8] >> 6), (4, 2));
+    assert_ne!(one.id, other.id);
+    assert_eq!((one.id[6] >> 4, one.id[8] >> 6), (4, 2));
 }

@@ -92,7 +92,7 @@ fn neighbour(
 /// Connects once more to the owner of a session.
 pub(super) fn with_session(sessions: &Sessions, session: &Session, until: Instant) -> Result<Contact> {
     let owner = session.owner().incarnation;
-    let socket = dial(session.medium(), &owner, Lane::Bulk, until)?;
+    let socket = dial(session.medium, &owner, Lane::Bulk, until)?;
     let socket = Channel::connected(socket, sessions.settings.tls.as_ref(), session.peer_name(), until)?;
     let key = ClientKey::Session { id: session.id, key: &session.key };
     let apart = Err("a lane carries no descriptors".to_owned());

@@ -51,8 +51,7 @@ impl GrantHandle {
         let sessions = sessions.ok_or_else(|| Error::invalid("import", "the endpoint is closed"))?;
         let ticket = self.ticket.as_deref().map(Ticket::decode).transpose()?;
         let ticket = ticket.ok_or_else(|| Error::new(Kind::Internal, "import", "a claim is not renewed"))?;
-        let session =
-            sessions.contact(&ticket, self.session.medium(), self.session.shares(), (until, until))?;
+        let session = sessions.contact(&ticket, self.session.medium, self.session.shares, (until, until))?;
         let mut imported = session.import(&[&ticket], None, until)?.wait()?;
         let granted = imported.outcomes.pop().unwrap_or_else(|| Err(stale("import")))?;
         Ok(granted.1)

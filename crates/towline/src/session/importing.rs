@@ -105,7 +105,7 @@ impl Session {
                 .iter()
                 .map(|ticket| ImportItem {
                     ticket: ticket.public_bytes().to_vec(),
-                    proof: ticket.proof(&proven(self.challenge(), operation.as_ref())),
+                    proof: ticket.proof(&proven(&self.challenge, operation.as_ref())),
                     operation,
                 })
                 .collect();
@@ -149,7 +149,7 @@ impl Importing {
         while !self.waiting.is_empty() {
             let (reply, _) = &self.waiting[0];
             let late = || {
-                let message = format!("the owner did not answer over {} in time", self.session.medium());
+                let message = format!("the owner did not answer over {} in time", self.session.medium);
                 Err(Error::new(Kind::Timeout, "import", message).with_peer(self.session.peer_name()))
             };
             match reply.answer.take("import", self.until).and_then(|answer| answer.unwrap_or_else(late)) {

@@ -48,12 +48,13 @@ const SETTLE_TIMER: u64 = 3;
 pub(crate) struct Session {
     pub(super) sessions: Weak<Sessions>,
     owner: crate::Identity,
-    medium: Medium,
+    pub(crate) medium: Medium,
     /// Memory may be shared with the owner, as far as who asked for the session has said.
-    shares: bool,
+    pub(super) shares: bool,
     pub(super) id: u64,
     pub(super) key: SessionKey,
-    challenge: [u8; 32],
+    /// What proofs on this session are about.
+    pub(super) challenge: [u8; 32],
     control: Arc<Connection>,
     lanes: Mutex<Lanes>,
     /// Held by the one thread that opens lanes.
@@ -72,7 +73,7 @@ pub(crate) struct Session {
     to_copy_by: OnceLock<Result<i32>>,
     dead: OnceLock<Error>,
     /// When that was, for all who imported something over it.
-    lost: Arc<OnceLock<Instant>>,
+    pub(crate) lost: Arc<OnceLock<Instant>>,
     me: Weak<Session>,
 }
 
@@ -199,14 +200,6 @@ impl Session {
         self.control.socket().is_encrypted()
     }
 
-    pub(crate) fn medium(&self) -> Medium {
-        self.medium
-    }
-
-    pub(super) fn shares(&self) -> bool {
-        self.shares
-    }
-
     /// Whether it can still be used; the error is why it cannot.
     pub(crate) fn alive(&self) -> Result<()> {
         match self.dead.get() {
@@ -218,16 +211,6 @@ impl Session {
     /// Whether something more can be asked over it, as far as was noticed: its connection ends a moment before it does.
     pub(crate) fn is_open(&self) -> bool {
         self.dead.get().is_none() && !self.control.is_closed()
-    }
-
-    /// When it was learned that it cannot be used any more.
-    pub(crate) fn lost(&self) -> &Arc<OnceLock<Instant>> {
-        &self.lost
-    }
-
-    /// What proofs on this session are about.
-    pub(super) fn challenge(&self) -> &[u8; 32] {
-        &self.challenge
     }
 
     /// Opens a request over that connection: its frame is sent afterwards.

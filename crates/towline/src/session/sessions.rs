@@ -131,7 +131,7 @@ impl Sessions {
     /// That session to an owner is over.
     pub(super) fn forget(&self, session: &Session) {
         let mut sessions = self.to_owners.lock();
-        let key = (session.owner().incarnation, session.medium().name(), session.shares());
+        let key = (session.owner().incarnation, session.medium.name(), session.shares);
         if sessions.get(&key).is_some_and(|one| std::ptr::eq(Arc::as_ptr(one), session)) {
             sessions.remove(&key);
         }

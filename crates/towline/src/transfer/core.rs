@@ -40,7 +40,7 @@ pub(crate) struct PartCore {
     /// The address that the plan's local offsets are relative to.
     pub(super) base: usize,
     pub(super) plan: LatePlan,
-    pub(super) blocks: u64,
+    pub(crate) blocks: u64,
 }
 
 impl PartCore {
@@ -52,11 +52,6 @@ impl PartCore {
     /// The address that its local offsets are relative to.
     pub(crate) fn base(&self) -> usize {
         self.base
-    }
-
-    /// How many blocks were asked for.
-    pub(crate) fn blocks(&self) -> u64 {
-        self.blocks
     }
 }
 

@@ -236,6 +236,22 @@ pub(crate) struct Terms<'a> {
     pub(crate) above: Option<&'a Arc<TransferCore>>,
 }
 
+impl<'a> Terms<'a> {
+    /// Those of some parts of that transfer, which the calling thread may move, and which nothing follows.
+    pub(crate) fn under(transfer: &'a Arc<TransferCore>) -> Terms<'a> {
+        Terms {
+            after: After::default(),
+            stream: None,
+            limits: transfer.limits,
+            checked: transfer.checked,
+            peer: transfer.peer(),
+            inline: true,
+            portion: false,
+            above: Some(transfer),
+        }
+    }
+}
+
 impl<'a> Submission<'a> {
     // In place: it is large.
     #[inline(always)]

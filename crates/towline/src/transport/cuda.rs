@@ -258,7 +258,7 @@ impl OwnerMemory for Opening {
         let pin = self.handle.hold(op)?;
         let (open, entered) = self.kept.0.enter(op)?;
         let address =
-            CopyAddress { address: open.base() + self.start, gpu: Some(Arc::clone(open.gpu())), host: None };
+            CopyAddress { address: open.base + self.start, gpu: Some(Arc::clone(&open.gpu)), host: None };
         let keep = Box::new((open, entered));
         Ok((PinnedRegion::There { _keep: keep, pin, handle: Arc::clone(&self.handle) }, address))
     }

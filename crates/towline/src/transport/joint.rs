@@ -96,16 +96,7 @@ impl Joint {
             SubmittedPart::planned(&of.region, of.base(), of.plan().clone()).kept(transfer.near(*part))
         });
         let Some(parts) = Several::of(transfer.op.name(), parts)? else { return Ok(()) };
-        let terms = Terms {
-            after: Default::default(),
-            stream: transfer.stream,
-            limits: transfer.limits,
-            checked: transfer.checked,
-            peer: transfer.peer(),
-            inline: true,
-            portion: false,
-            above: Some(transfer),
-        };
+        let terms = Terms { stream: transfer.stream, ..Terms::under(transfer) };
         let mut on_end = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let (joint, whole) = (Arc::clone(self), Arc::clone(transfer));
             Box::new(move |_, failed| {
@@ -162,7 +153,7 @@ impl Joint {
             Failed::These(failed) => transfer.parts_ended(&self.groups[group], failed),
             // One by one: there may be no room for a list of them.
             Failed::All(error) => self.groups[group].iter().for_each(|part| {
-                let blocks = 0..transfer.parts[*part].blocks();
+                let blocks = 0..transfer.parts[*part].blocks;
                 transfer.parts_ended(&[*part], &[BlockFailure { part: 0, blocks, error: error.clone() }]);
             }),
         }
@@ -194,16 +185,7 @@ impl Joint {
         let mut after = transfer.after.clone();
         let part = after.signal.map_or(0, |signal| signal.part);
         after.signal = after.signal.map(|signal| Signal { part: 0, ..signal });
-        let terms = Terms {
-            after,
-            stream: None,
-            limits: transfer.limits,
-            checked: false,
-            peer: transfer.peer(),
-            inline: true,
-            portion: false,
-            above: Some(transfer),
-        };
+        let terms = Terms { after, checked: false, ..Terms::under(transfer) };
         let report = move |transfer: &Arc<TransferCore>, result: Result<()>| match result {
             Ok(()) => transfer.unit_done(),
             Err(error) => transfer.unit_failed(unit, error),

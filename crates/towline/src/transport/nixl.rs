@@ -146,7 +146,7 @@ impl Transport for NixlPath {
                 }
                 let memory = region.kept::<Known>().register(Reach::Memory, &engine, region)?;
                 let answer = Answer {
-                    device: memory.descriptor().device,
+                    device: memory.descriptor.device,
                     base: region.addr as u64,
                     connection: engine.connection()?,
                     region: memory.metadata(&engine)?,
@@ -237,7 +237,7 @@ fn usable_owner<'a>(offer: &Offer<'a>) -> Result<&'a Arc<crate::session::GrantHa
     if offer.routing.requires("nixl") || prefers == NixlPrefer::Always {
         return Ok(handle);
     }
-    match handle.session().medium() {
+    match handle.session().medium {
         Medium::Unix => Err(unavailable(
             "the owner is on this host, where the paths above and below are faster; require nixl to take it",
         )),

@@ -21,7 +21,7 @@ pub(super) fn attach(
     let Owner::There(handle) = offer.owner else {
         return Err(Error::new(Kind::Unavailable, "import", "the owner is in this process"));
     };
-    let medium = handle.session().medium();
+    let medium = handle.session().medium;
     if !is_medium(&medium) {
         return Err(Error::new(Kind::Unavailable, "import", format!("the owner is reached by {medium}")));
     }

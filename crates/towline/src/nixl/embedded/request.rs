@@ -96,7 +96,7 @@ impl Request {
             return Err(Error::invalid("post_xfer_req", "the request is in progress"));
         }
         self.peer.as_ref().map_or(Ok(()), |peer| peer.check())?;
-        let endpoint = self.engine.endpoint();
+        let endpoint = &self.engine.endpoint;
         let parts =
             self.groups.iter().map(|group| Part::new(&group.remote, &group.local).spans(&group.spans));
         let request = match self.op {

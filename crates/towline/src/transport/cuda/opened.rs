@@ -57,8 +57,9 @@ impl Memory {
 
 /// An allocation of another process, open here; closed when it is dropped.
 pub(super) struct Opened {
-    gpu: Arc<Gpu>,
-    base: u64,
+    pub(super) gpu: Arc<Gpu>,
+    /// The address of its first byte.
+    pub(super) base: u64,
     len: u64,
     /// The lengths of its parts, where it is mapped from descriptors.
     parts: Option<Vec<u64>>,
@@ -73,15 +74,6 @@ struct Users {
 }
 
 impl Opened {
-    pub(super) fn gpu(&self) -> &Arc<Gpu> {
-        &self.gpu
-    }
-
-    /// The address of its first byte.
-    pub(super) fn base(&self) -> u64 {
-        self.base
-    }
-
     /// Opens what the reply describes. The caller holds a pin on a region in it.
     fn open(gpu: &Arc<Gpu>, answer: &Answer, files: Vec<OwnedFd>) -> Result<Opened> {
         let entered = gpu.enter(OP)?;

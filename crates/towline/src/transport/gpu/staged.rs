@@ -284,17 +284,9 @@ impl Stage {
         after: After,
         on_end: impl Fn(&Result<()>) + Send + Sync + 'static,
     ) -> Result<()> {
-        let terms = Terms {
-            inline: part.near().is_none() && part.asked().0 == 0,
-            after,
-            stream: None,
-            limits: self.transfer.limits,
-            checked: self.transfer.checked,
-            peer: self.transfer.peer(),
-            portion: true,
-            // What the path has not let go of in time, the whole has not either.
-            above: Some(&self.transfer),
-        };
+        // What the path has not let go of in time, the whole has not either.
+        let inline = part.near().is_none() && part.asked().0 == 0;
+        let terms = Terms { inline, after, portion: true, ..Terms::under(&self.transfer) };
         let report = Arc::new(on_end);
         let mut made = |_: &Several<SubmittedPart<'_>>| -> OnEnd {
             let report = Arc::clone(&report);

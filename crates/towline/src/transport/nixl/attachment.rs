@@ -92,22 +92,14 @@ impl Borrowing for Borrow {
 
 /// Keeps the owner's memory where it is while something is in flight.
 pub(super) struct PinnedRegion {
-    attachment: Arc<NixlAttachment>,
+    pub(super) attachment: Arc<NixlAttachment>,
     /// Which part of a transfer it is for.
-    part: usize,
+    pub(super) part: usize,
     /// The pin, where owner and user share memory; otherwise the owner waits for what is in flight.
     pin: Option<Arc<ProcessPin>>,
 }
 
 impl PinnedRegion {
-    pub(super) fn attachment(&self) -> &Arc<NixlAttachment> {
-        &self.attachment
-    }
-
-    pub(super) fn part(&self) -> usize {
-        self.part
-    }
-
     /// Whether the region was valid up to now.
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         match (&self.pin, self.attachment.handle.row()) {
@@ -282,7 +274,7 @@ impl NixlAttachment {
         if self.peer.ask_now() {
             self.engine.counts.help_asked.fetch_add(1, Ordering::Relaxed);
             // Of another host's cores the owner's thread keeps clear anyway.
-            let here = self.handle.session().medium() == Medium::Unix;
+            let here = self.handle.session().medium == Medium::Unix;
             let core = here.then(rustix::thread::sched_getcpu).and_then(|core| u16::try_from(core).ok());
             let _ = self.handle.hint(NUMBER, Word::Help { core }.encode());
         }
@@ -301,7 +293,7 @@ impl NixlAttachment {
         if let [piece] = pieces {
             let key = Key {
                 direction,
-                number: memory.number(),
+                number: memory.number,
                 local: base as u64 + piece.local,
                 remote: piece.remote,
                 len: piece.len,
@@ -334,10 +326,10 @@ impl NixlAttachment {
         if self.file.is_some() {
             return Ok(None);
         }
-        let (engine, local) = (&self.engine, memory.descriptor());
+        let (engine, local) = (&self.engine, memory.descriptor);
         let Some(found) = gridded(pieces, 0, base as u64 - local.address) else { return Ok(None) };
         let blocks = found.remote_indices.len();
-        let near = memory.grids.find(engine, found.local, (memory.kind(), local), blocks, None)?;
+        let near = memory.grids.find(engine, found.local, (memory.kind, local), blocks, None)?;
         let far =
             self.grids.find(engine, found.remote, (self.kind, self.remote), blocks, Some(&self.peer))?;
         let (Some(near), Some(far)) = (near, far) else { return Ok(None) };
@@ -363,7 +355,7 @@ impl NixlAttachment {
     unsafe fn listed(&self, direction: Direction, listed: &[Listed<'_>]) -> Result<Asked> {
         let engine = &self.engine;
         let near = listed.iter().flat_map(|part| {
-            let device = part.memory.descriptor().device;
+            let device = part.memory.descriptor.device;
             let address = |piece: &Piece| part.base as u64 + piece.local;
             part.pieces.iter().map(move |piece| Descriptor {
                 address: address(piece),
@@ -383,7 +375,7 @@ impl NixlAttachment {
                 device,
             })
         });
-        let kind = listed.first().map_or(MemoryKind::Dram, |part| part.memory.kind());
+        let kind = listed.first().map_or(MemoryKind::Dram, |part| part.memory.kind);
         let near = TransferList::new(&engine.nixl, kind, near).map_err(of_nixl)?;
         let far = TransferList::new(&engine.nixl, self.kind, far).map_err(of_nixl)?;
         let options = engine.options(self.reach())?;

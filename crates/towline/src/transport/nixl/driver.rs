@@ -111,7 +111,7 @@ impl Flight {
         let (Some(pinned), Some(asked)) = (&self.pinned, &mut self.asked) else {
             return Look::Landed(Outcome::of_all(Ok(())));
         };
-        let attachment = pinned.first().attachment();
+        let attachment = &pinned.first().attachment;
         let engine = &attachment.engine;
         if let Some((error, since)) = &self.failed {
             // Who is gone, and what was taken back, comes before what NIXL calls an error.
@@ -160,13 +160,13 @@ impl Flight {
         let outcome = match (&pinned, outcome.is_good()) {
             (Some(pinned), true) => {
                 if let Some(asked) = asked {
-                    pinned.first().attachment().keep(self.key, asked);
+                    pinned.first().attachment.keep(self.key, asked);
                 }
                 Outcome::checked(pinned, op)
             }
             (Some(pinned), false) => {
                 if outcome.is_of_nixl() {
-                    pinned.first().attachment().peer.broke();
+                    pinned.first().attachment.peer.broke();
                 }
                 drop(asked);
                 outcome

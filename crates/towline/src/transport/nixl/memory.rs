@@ -104,10 +104,10 @@ impl TransportState for Known {
 pub(super) struct Memory {
     engine: Arc<Engine>,
     reach: Reach,
-    kind: MemoryKind,
+    pub(super) kind: MemoryKind,
     /// Tells it from every other registration of the agent.
-    number: u64,
-    descriptor: Descriptor,
+    pub(super) number: u64,
+    pub(super) descriptor: Descriptor,
     registration: Mutex<Option<Registration>>,
     metadata: OnceLock<Vec<u8>>,
     /// Prepared lists of its blocks, as the local side of transfers.
@@ -117,19 +117,6 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// What distinguishes it from every other registration of the agent.
-    pub(super) fn number(&self) -> u64 {
-        self.number
-    }
-
-    pub(super) fn kind(&self) -> MemoryKind {
-        self.kind
-    }
-
-    pub(super) fn descriptor(&self) -> Descriptor {
-        self.descriptor
-    }
-
     /// What a peer needs to reach it.
     pub(super) fn metadata(&self, engine: &Engine) -> Result<Vec<u8>> {
         if let Some(metadata) = self.metadata.get() {

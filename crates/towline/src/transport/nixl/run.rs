@@ -83,7 +83,7 @@ impl Outcome {
 
     /// Of one whose bytes have moved: they count where the region was valid all the time.
     pub(super) fn checked(pinned: &Several<PinnedRegion>, op: &'static str) -> Outcome {
-        let stale = |one: &PinnedRegion| one.check(op).err().map(|error| (one.part(), error));
+        let stale = |one: &PinnedRegion| one.check(op).err().map(|error| (one.part, error));
         Outcome { failed: pinned.iter().filter_map(stale).collect(), others: Ok(()) }
     }
 
