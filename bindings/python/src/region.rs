@@ -267,7 +267,7 @@ impl Region {
         &self.kind
     }
 
-    /// Whether its bytes cannot be written, by anybody: then it is no target for a read.
+    /// Whether its bytes cannot be written, by any process: then it is no target for a read.
     #[getter]
     fn readonly(&self) -> bool {
         self.read_only
@@ -345,7 +345,7 @@ impl Span {
         self.span.len()
     }
 
-    /// Whether its bytes cannot be written, by anybody.
+    /// Whether its bytes cannot be written, by any process.
     #[getter]
     fn readonly(&self) -> bool {
         self.read_only

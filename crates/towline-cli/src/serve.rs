@@ -38,7 +38,7 @@ pub(crate) struct Options {
     #[arg(long, default_value = "read", value_parser = access)]
     access: Access,
     /// Lend the region by NIXL over that device (mlx5_0:1, eth0, or tcp for all interfaces), with --access read+write: who borrows it can
-    /// read and write all memory of this process, and on an interface that is everybody who can connect to it
+    /// read and write all memory of this process, and on an interface that is every program that can connect to it
     #[arg(long, value_name = "DEVICE")]
     nixl_lend_over: Vec<String>,
     /// Show metrics for Prometheus at http://ADDRESS/metrics, and who used the region at /audit, to every client

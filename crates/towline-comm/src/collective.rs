@@ -1,7 +1,7 @@
 //! Collectives and point to point on host memory: which algorithm, over which path, and why.
 //!
 //! Every call is first checked on its own rank ([`job`]), then announced with a digest of its arguments, so that ranks
-//! that ask for different things all learn of it before a byte moves. What everybody announced decides the algorithm
+//! that ask for different things all learn of it before a byte moves. What every rank announced decides the algorithm
 //! ([`choice`], pure): [`tiny`] in the announcement itself, [`direct`] from memory to memory, [`channel`], [`tree`]
 //! and [`pipeline`] through the channels between pairs of ranks. Messages between two ranks are in [`point`].
 
@@ -123,16 +123,16 @@ impl Collectives {
             payload: bytemuck::cast_slice(&header),
         };
         let round = team.enter(call)?;
-        let everybody = Everybody::read(&round, nranks)?;
+        let announced = Announcements::read(&round, nranks)?;
         // A rank that finds a window gone may be the first to notice that its rank has aborted: that is the cause then.
         let fail = |error: Error| team.fail(error);
-        let (far, unregistered, reach) = everybody.reach(self, team, job).map_err(fail)?;
+        let (far, unregistered, reach) = announced.reach(self, team, job).map_err(fail)?;
         let choice = choice::choose(situation(job, nranks, far, unregistered), job.algorithm, false)?;
         self.remember(choice);
         if job.block == 0 {
             return Ok(());
         }
-        let run = Run { team, job, rank, nranks, scales: everybody.scales, near: far == 0 };
+        let run = Run { team, job, rank, nranks, scales: announced.scales, near: far == 0 };
         match choice.algorithm {
             Algorithm::Direct => {
                 let reach = reach.unwrap_or_else(|| Reach::alone(job));
@@ -199,14 +199,14 @@ fn is_mapped(window: &WindowCore, nranks: usize) -> bool {
 }
 
 /// What all ranks announced.
-struct Everybody {
+struct Announcements {
     words: Vec<[u64; 4]>,
     flags: Vec<u64>,
     scales: Vec<u64>,
 }
 
-impl Everybody {
-    fn read(round: &Round<'_>, nranks: usize) -> Result<Everybody> {
+impl Announcements {
+    fn read(round: &Round<'_>, nranks: usize) -> Result<Announcements> {
         let words = (0..nranks).map(|rank| round.words(rank)).collect();
         let (mut flags, mut scales) = (Vec::with_capacity(nranks), Vec::with_capacity(nranks));
         for rank in 0..nranks {
@@ -215,10 +215,10 @@ impl Everybody {
             flags.push(header[0]);
             scales.push(header[1]);
         }
-        Ok(Everybody { words, flags, scales })
+        Ok(Announcements { words, flags, scales })
     }
 
-    /// How many ranks are far, how many have memory that the others cannot map, and how this rank reaches everybody's
+    /// How many ranks are far, how many have memory that the others cannot map, and how this rank reaches every rank's
     /// memory where it is neither. The numbers are the same on all ranks.
     fn reach(
         &self,
@@ -271,7 +271,7 @@ impl Everybody {
         }
     }
 
-    /// Everybody's memory on one side, where this rank can map what the call needs of it. Ranks that use registered
+    /// Every rank's memory on one side, where this rank can map what the call needs of it. Ranks that use registered
     /// buffers together for the first time meet in here.
     fn parts(
         &self,
@@ -370,7 +370,7 @@ impl Reach {
     }
 }
 
-/// Asks everybody once whether it can map these registered buffers. All ranks come here in the same call, and so
+/// Asks every rank once whether it can map these registered buffers. All ranks come here in the same call, and so
 /// remember the same.
 fn agree(collectives: &Collectives, team: &Team, ids: &[u64], mapped: bool) -> Result<bool> {
     /// A program that registers for every call would otherwise grow this for ever.

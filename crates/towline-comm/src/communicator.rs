@@ -438,7 +438,7 @@ impl Communicator {
         register().map_err(|error: Error| group::poison(error.during("register_buffer")))
     }
 
-    /// Waits until everybody has called it and everything of this rank that was in flight has landed. Later calls are
+    /// Waits until every rank has called it and everything of this rank that was in flight has landed. Later calls are
     /// `Invalid`, [`destroy`](Self::destroy) excepted. A second call is harmless.
     pub fn finalize(&self) -> Result<()> {
         if let Some(cuda) = self.cuda() {
@@ -470,7 +470,7 @@ impl Communicator {
         }
     }
 
-    /// Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks everybody.
+    /// Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks every rank.
     pub fn abort(&self) {
         if let Engine::Nccl(cuda) = &self.engine {
             cuda.comm.abort();

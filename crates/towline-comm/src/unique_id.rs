@@ -40,7 +40,7 @@ const CHECKSUM: usize = UNIQUE_ID_LEN - 8;
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct UniqueId([u8; UNIQUE_ID_LEN]);
 
-/// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until everybody has
+/// Makes an id of NCCL's, for a group on GPUs; NCCL in any program takes it. This process must live until every rank has
 /// joined.
 ///
 /// # Errors

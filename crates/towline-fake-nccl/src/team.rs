@@ -83,7 +83,7 @@ impl Team {
         }
     }
 
-    /// Gives everybody these bytes and takes everybody's.
+    /// Gives every rank these bytes and takes every rank's.
     pub(crate) fn exchange(&self, round: u64, rank: usize, bytes: Vec<u8>) -> Option<Vec<Vec<u8>>> {
         let size = self.size;
         self.change(|state| {

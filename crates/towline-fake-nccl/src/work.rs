@@ -68,7 +68,7 @@ fn round_trip(
     driver.call(stream, move || done.store(true, Ordering::Release))
 }
 
-/// Makes a rank's bytes of everybody's: rank, bytes of a block, root.
+/// Makes a rank's bytes of every rank's: rank, bytes of a block, root.
 type Make = fn(&[Vec<u8>], usize, usize, usize) -> Vec<u8>;
 
 /// What a collective gives and takes on this rank, in blocks.

@@ -169,7 +169,7 @@ impl Nccl {
         text(self.0.version)
     }
 
-    /// Makes the id of a group. This process must live until everybody has joined.
+    /// Makes the id of a group. This process must live until every rank has joined.
     #[allow(unsafe_code, reason = "foreign calls")]
     pub fn unique_id(&self) -> Result<[u8; 128]> {
         let function = self.optional(self.api().unique_id, "ncclGetUniqueId", 20000)?;

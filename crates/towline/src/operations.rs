@@ -95,7 +95,7 @@ impl Operations {
         self.find(operation).map(|passive| passive.inner.lock().behind.clone()).unwrap_or_default()
     }
 
-    /// The claimer says how it ended. From anybody else it means nothing. An error where it had ended before, or ends otherwise
+    /// The claimer says how it ended. From any other peer it means nothing. An error where it had ended before, or ends otherwise
     /// than the claimer says.
     pub(crate) fn finish(
         &self,
@@ -171,7 +171,7 @@ struct Inner {
     /// What is offered, and whether it was claimed.
     offered: Vec<(Offered, bool)>,
     due: Option<(Instant, TimerId)>,
-    /// Work of GPUs that ends before anybody may claim it.
+    /// Work of GPUs that ends before a peer may claim it.
     behind: Vec<Mark>,
     /// Claims that came before that, and since when there are some.
     claims: Vec<Later>,
@@ -251,7 +251,7 @@ impl Passive {
         Ok(passive)
     }
 
-    /// Lets claims wait until those have happened. Before anybody knows of the operation.
+    /// Lets claims wait until those have happened. Before a peer knows of the operation.
     pub(crate) fn behind(&self, marks: Vec<Mark>) {
         self.inner.lock().behind = marks;
     }

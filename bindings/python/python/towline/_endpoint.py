@@ -73,7 +73,7 @@ class Endpoint:
 
     Nothing is lent by NIXL unless ``nixl_lend_over`` names the devices over which it is, as UCX calls them: ``"mlx5_0:1"``, ``"eth0"``, or
     ``"tcp"`` for all interfaces. A peer that borrows by NIXL can read and write **all memory of this process**, and nobody checks or counts it;
-    over an interface that is everybody who can connect to it. Lent is only to tickets of a whole region with read and write, and over an
+    over an interface that is every program that can connect to it. Lent is only to tickets of a whole region with read and write, and over an
     interface only memory that Towline allocated (:func:`empty`).
     ``nixl_reach_over`` names the devices for an endpoint that only reaches others; without it these are the RDMA devices.
 

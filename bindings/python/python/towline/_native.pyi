@@ -771,7 +771,7 @@ class Region:
     @property
     def readonly(self, /) -> bool:
         """
-        Whether its bytes cannot be written, by anybody: then it is no target for a read.
+        Whether its bytes cannot be written, by any process: then it is no target for a read.
         """
     def span(self, /, offset: SupportsIndex, nbytes: SupportsIndex | None = None) -> Span:
         """
@@ -892,7 +892,7 @@ class Span:
     @property
     def readonly(self, /) -> bool:
         """
-        Whether its bytes cannot be written, by anybody.
+        Whether its bytes cannot be written, by any process.
         """
     def span(self, /, offset: SupportsIndex, nbytes: SupportsIndex | None = None) -> Span:
         """

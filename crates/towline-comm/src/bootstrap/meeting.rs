@@ -10,7 +10,7 @@ use super::wire::{Join, Reply, VERSION};
 use crate::Error;
 
 const OP: &str = "init";
-/// The longest that anybody is waited for, whatever a rank asks.
+/// The longest that any rank is waited for, whatever a rank asks.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// Who has come so far.

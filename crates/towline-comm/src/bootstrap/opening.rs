@@ -52,7 +52,7 @@ impl UniqueIdOptions {
     }
 }
 
-/// Opens a meeting on this host and returns its id. This process must live until everybody has joined.
+/// Opens a meeting on this host and returns its id. This process must live until every rank has joined.
 ///
 /// Where the variable `TOWLINE_LISTEN` names addresses, the meeting takes place on those hosts' addresses too.
 pub fn get_unique_id() -> Result<UniqueId> {

@@ -25,11 +25,11 @@ const OP: &str = "get_unique_id";
 const AUTHENTICATE_WITHIN: Duration = Duration::from_secs(5);
 /// How long a rank may take to receive the reply.
 const DELIVERY: Duration = Duration::from_secs(10);
-/// The longest that anybody is waited for.
+/// The longest that any rank is waited for.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// The most unauthenticated connections at a time; for one more, the oldest from the largest origin is closed.
 const MOST_UNAUTHENTICATED: usize = 512;
-const HUNG_UP: &str = "it hung up before it was let in";
+const HUNG_UP: &str = "it closed the connection before it had joined";
 /// How long the root looks away when the process has no descriptors left.
 const SHORTAGE: Duration = Duration::from_millis(50);
 

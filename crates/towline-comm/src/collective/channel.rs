@@ -147,7 +147,7 @@ pub(super) fn all_gather(run: &Run<'_>, pattern: Pattern) -> Result<()> {
     Ok(())
 }
 
-/// Gives everybody this rank's bytes, and writes everybody else's where they belong.
+/// Gives every rank this rank's bytes, and writes every other rank's where they belong.
 fn gather_blocks(
     run: &Run<'_>,
     pattern: Pattern,

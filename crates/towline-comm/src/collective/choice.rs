@@ -187,7 +187,7 @@ const SMALL: usize = 16 << 10;
 /// Below this, the steps of a ring cost more than the bytes that a tree sends twice.
 const TREE: usize = 64 << 10;
 
-/// Whether the data ride in the announcement: known before anybody has announced anything.
+/// Whether the data ride in the announcement: known before any rank has announced anything.
 pub(crate) fn rides(
     kind: Kind,
     bytes: usize,
@@ -210,7 +210,7 @@ pub(crate) fn rides(
     }
 }
 
-/// Chooses once everybody's announcement is known. The same on all ranks, refusals included.
+/// Chooses once every rank's announcement is known. The same on all ranks, refusals included.
 pub(crate) fn choose(situation: Situation, wanted: Algorithm, rides: bool) -> Result<Choice> {
     let Situation { kind, bytes, nranks, far, unregistered } = situation;
     let (algorithm, reason) = match wanted {

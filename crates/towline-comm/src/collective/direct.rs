@@ -124,7 +124,7 @@ pub(super) fn copy_here(from: &Memory, to: &Memory) -> Result<()> {
     Ok(())
 }
 
-/// Everybody's memory in one call, by rank; empty where the call does not need it.
+/// Every rank's memory in one call, by rank; empty where the call does not need it.
 pub(super) struct Reach {
     pub(super) send: Vec<Part>,
     pub(super) recv: Vec<Part>,
@@ -194,7 +194,7 @@ pub(super) fn run(run: &Run<'_>, reach: &Reach) -> Result<()> {
     }
 }
 
-/// Adds up this rank's share where everybody has it, and writes it where it is wanted.
+/// Adds up this rank's share where every rank has it, and writes it where it is wanted.
 fn sum(run: &Run<'_>, sources: &[Part], share_of: Share, targets: &[&Part]) -> Result<()> {
     let (dtype, size) = (run.job.dtype, run.job.dtype.size());
     let (mine, base) = share_of.of(run);

@@ -87,7 +87,7 @@ impl Pipeline<'_> {
         Ok(())
     }
 
-    /// Combines this rank's own chunk, and gives everybody the result.
+    /// Combines this rank's own chunk, and gives every rank the result.
     fn combine(&mut self, step: usize) -> Result<()> {
         let (run, cut) = (self.run, self.cut(step, self.run.rank));
         if cut.is_empty() {

@@ -18,13 +18,13 @@ pub(super) const STEP: usize = 128 << 10;
 /// From this many bytes on, results are written around the cache: they would not stay in it until they are read.
 const LONG: usize = 16 << 20;
 
-/// A call that everybody has announced.
+/// A call that every rank has announced.
 pub(super) struct Run<'a> {
     pub(super) team: &'a Team,
     pub(super) job: &'a Job<'a>,
     pub(super) rank: usize,
     pub(super) nranks: usize,
-    /// Everybody's factor.
+    /// Every rank's factor.
     pub(super) scales: Vec<u64>,
     /// Whether all ranks share memory with all others, as all of them know.
     pub(super) near: bool,

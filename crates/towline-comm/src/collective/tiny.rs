@@ -1,6 +1,6 @@
-//! Collectives whose data ride in the announcement: one round, and everybody has everything.
+//! Collectives whose data ride in the announcement: one round, and every rank has everything.
 //!
-//! What a rank announced stays readable until its next call but one has everybody's announcement, so that nobody has
+//! What a rank announced stays readable until its next call but one has every rank's announcement, so that nobody has
 //! to wait for the others to have read it.
 
 use super::choice::Kind;
@@ -39,7 +39,7 @@ pub(super) fn run(run: &Run<'_>, round: &Round<'_>, room: &mut Room) -> Result<(
     }
 }
 
-/// What everybody announced.
+/// What every rank announced.
 struct Announced<'a> {
     run: &'a Run<'a>,
     round: &'a Round<'a>,
@@ -65,7 +65,7 @@ impl Announced<'_> {
     }
 }
 
-/// Combines what everybody announced from `offset` on, in the order of the ranks.
+/// Combines what every rank announced from `offset` on, in the order of the ranks.
 fn combine(all: &Announced<'_>, offset: usize, spent: &mut Spent) -> Result<()> {
     let run = all.run;
     let mut sum = Accumulator::reusing(run.job.op, run.job.dtype, std::mem::take(spent));

@@ -108,7 +108,7 @@ impl Using<'_> {
 /// The calls of one communicator run one after another, whichever thread makes them: a thread that waits for a message
 /// holds up the others. What must run at the same time belongs into a [`group`](crate::group()), or on two communicators.
 impl Communicator {
-    /// Combines the elements of all ranks and gives everybody the result. `recv` is at least as long as `send`; in place:
+    /// Combines the elements of all ranks and gives every rank the result. `recv` is at least as long as `send`; in place:
     /// both start at the same byte.
     ///
     /// ```
@@ -149,7 +149,7 @@ impl Communicator {
         self.using(Algorithm::Auto).reduce(send, recv, dtype, op, root)
     }
 
-    /// Gives everybody the root's elements. Only the root needs `send`; where it also has `recv`, of the same length, it
+    /// Gives every rank the root's elements. Only the root needs `send`; where it also has `recv`, of the same length, it
     /// gets a copy there.
     pub fn broadcast(
         &self,
@@ -161,7 +161,7 @@ impl Communicator {
         self.using(Algorithm::Auto).broadcast(send, recv, dtype, root)
     }
 
-    /// Gives everybody the elements of all ranks, by rank. In place: `send` is this rank's own block of `recv`.
+    /// Gives every rank the elements of all ranks, by rank. In place: `send` is this rank's own block of `recv`.
     pub fn all_gather(&self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
         self.using(Algorithm::Auto).all_gather(send, recv, dtype)
     }
@@ -184,13 +184,13 @@ impl Communicator {
         self.using(Algorithm::Auto).reduce_scatter(send, recv, dtype, op)
     }
 
-    /// Gives each rank its block of everybody's elements, by rank. Elements that do not divide among the ranks are
+    /// Gives each rank its block of every rank's elements, by rank. Elements that do not divide among the ranks are
     /// refused; there is no form in place.
     pub fn all_to_all(&self, send: &Memory, recv: &Memory, dtype: Dtype) -> Result<()> {
         self.using(Algorithm::Auto).all_to_all(send, recv, dtype)
     }
 
-    /// Returns when everybody has called it.
+    /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
         if let Some(cuda) = self.cuda() {
             return cuda.barrier();

@@ -96,7 +96,7 @@ pub(crate) fn wait(
     };
     let missing = || targets.iter().filter(|target| !arrived(target)).map(|((peer, ..), _)| *peer).collect();
     let given_up = || withdrawn.is_some_and(|withdrawn| withdrawn.load(Ordering::Acquire));
-    let canceled = || Err(Error::new(Kind::Canceled, "wait_signal", "the wait was given up"));
+    let canceled = || Err(Error::new(Kind::Canceled, "wait_signal", "the wait was cancelled"));
     let outcome = team.wait("wait_signal", missing, || match targets.iter().all(arrived) {
         true => Some(Ok(())),
         false => given_up().then(canceled),

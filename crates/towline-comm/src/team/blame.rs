@@ -209,7 +209,7 @@ impl<'k> Chain<'k> {
         if !ends.is_empty() {
             return Some(ends);
         }
-        // Everybody says that it waits: one that was stopped in a wait says so for ever, but does not beat.
+        // Every rank says that it waits: one that was stopped in a wait says so for ever, but does not beat.
         let beats = |peer: usize| self.known[peer].beats(self.now);
         let beating = self.those(|peer| self.state(peer).is_some_and(|state| state.waits.beats()));
         if !last && beating.iter().any(|peer| beats(*peer).is_none()) {

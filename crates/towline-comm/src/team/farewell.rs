@@ -1,7 +1,7 @@
 //! What a rank says to the others when it cannot sit down with them.
 //!
 //! It goes, and a rank that has not reached it yet would take it for the culprit. So it first leaves its reason with those
-//! that it does reach, where they look before they blame anybody.
+//! that it does reach, where they look before they blame any rank.
 
 use std::time::{Duration, Instant};
 

@@ -2,7 +2,7 @@
 //!
 //! The region starts with what belongs to its owner: the bell on which it sleeps, the word that says that the team was
 //! aborted, and its published state. Behind it every rank has a part into which only that rank writes. All ranks of a
-//! team have the same layout, so a rank knows the offsets in everybody's region.
+//! team have the same layout, so a rank knows the offsets in every rank's region.
 
 use super::PAYLOAD;
 use crate::{Error, Result};

@@ -56,7 +56,7 @@ impl Round<'_> {
         let Some(entry) = self.entry(rank) else { return Ok(0) };
         let links = &self.team.links;
         if self.team.reads_at_home() {
-            // What a rank announced stays there until it has everybody's announcement of its next call.
+            // What a rank announced stays there until it has every rank's announcement of its next call.
             links.read_home(rank, entry + ENTRY_HEAD, &mut into[..len])?;
         } else {
             links.region.read_at(entry + ENTRY_HEAD, &mut into[..len])?;
@@ -97,7 +97,7 @@ impl Round<'_> {
 }
 
 impl Team {
-    /// Announces a collective call and waits for everybody's announcement. A digest that differs is `Invalid` on
+    /// Announces a collective call and waits for every rank's announcement. A digest that differs is `Invalid` on
     /// every rank and names those that differ from most; the team stays usable.
     pub(crate) fn enter(&self, call: Call<'_>) -> Result<Round<'_>> {
         self.enter_with(call, call.payload)
@@ -176,7 +176,7 @@ impl Team {
                 Err(error) => failed = failed.or(Some(lost(call.name, peer, &error))),
             }
         }
-        // Everybody has the bytes before the first system call that wakes one.
+        // Every rank has the bytes before the first system call that wakes one.
         self.wake_others();
         failed.map_or(Ok(()), Err)
     }
@@ -213,7 +213,7 @@ impl Team {
         }
     }
 
-    /// Returns when everybody has left: what peers read or wrote in this round may be reused.
+    /// Returns when every rank has left: what peers read or wrote in this round may be reused.
     pub(crate) fn leave(&self, round: Round<'_>) -> Result<()> {
         const OP: &str = "leave";
         debug_assert!(std::ptr::eq(round.team, self));
@@ -238,7 +238,7 @@ impl Team {
         self.wait_together(OP, || (0..nranks).filter(|rank| !gone(*rank)).collect(), check)
     }
 
-    /// Returns when everybody has called it.
+    /// Returns when every rank has called it.
     pub(crate) fn barrier(&self) -> Result<()> {
         self.enter(Call { name: "barrier", digest: BARRIER, words: [0; 4], payload: &[] }).map(drop)
     }

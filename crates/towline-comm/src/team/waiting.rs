@@ -35,7 +35,7 @@ enum Seen<T> {
 
 impl Team {
     /// Waits until `check` gives something. The error names who is missing, as `missing` says at that moment; an empty
-    /// list means everybody. It fails the team where a rank has died, and nowhere else: a collective calls
+    /// list means every rank. It fails the team where a rank has died, and nowhere else: a collective calls
     /// [`abort`](Self::abort) with it.
     pub(crate) fn wait<T>(
         &self,
@@ -135,7 +135,7 @@ impl Team {
     /// Fails the team, and gives back why it failed: this, or what came before.
     pub(crate) fn fail(&self, error: Error) -> Error {
         self.abort(&error);
-        // Another rank may have been first; everybody ends with the same cause.
+        // Another rank may have been first; every rank ends with the same cause.
         self.failure().map_or(error.clone(), |cause| cause.during(error.op()))
     }
 

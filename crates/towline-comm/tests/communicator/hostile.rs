@@ -165,7 +165,7 @@ fn a_crowd_that_says_nothing_holds_a_bounded_number_of_descriptors_and_none_in_t
     drop((joined, crowd));
     // 512 unauthenticated connections at most, and what other tests of this process open meanwhile.
     assert!(most < before + 512 + 500, "{before} descriptors became {most}");
-    // The meeting is over: its doors are closed, and everybody is gone.
+    // The meeting is over: its doors are closed, and every rank is gone.
     let closed =
         eventually(LONG, || TcpStream::connect(&tcp).is_err() && UnixStream::connect_addr(&address).is_err());
     assert!(closed, "a meeting that is over still accepts connections");

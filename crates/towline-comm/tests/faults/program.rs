@@ -76,7 +76,7 @@ fn pattern(step: u64, from: usize, to: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// To whom something goes that goes to everybody.
+/// To whom something goes that goes to every rank.
 const ALL: usize = 255;
 
 struct Step<'a> {

@@ -111,7 +111,7 @@ fn fault(words: &[&str]) {
     let met = join(words, limit).and_then(|comm| comm.barrier().map(|()| comm));
     let comm = match met {
         Ok(comm) => comm,
-        // Only where the victim died before everybody had met; then there is nothing to shrink.
+        // Only where the victim died before every rank had met; then there is nothing to shrink.
         Err(error) => return println!("END {:?} {error}", error.ranks()),
     };
     println!("READY");

@@ -83,7 +83,11 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         if !fork::in_child() {
-            let _ = self.finish(&Err(Error::new(Kind::Canceled, "claim", "the claimer has let go of it")));
+            let _ = self.finish(&Err(Error::new(
+                Kind::Canceled,
+                "claim",
+                "the claimer has dropped the operation",
+            )));
         }
     }
 }

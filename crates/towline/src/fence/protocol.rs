@@ -222,7 +222,7 @@ pub(crate) fn sleeper_left<M: Memory>(sleepers: &M::U32) {
     sleepers.add(u32::MAX);
 }
 
-/// Anybody, after a change that the owner may be waiting for: whether a thread may be asleep. If so, the bell is raised
+/// Any side, after a change that the owner may be waiting for: whether a thread may be asleep. If so, the bell is raised
 /// (a release) and who sleeps on it is woken, in this order.
 #[inline]
 #[must_use]
@@ -259,7 +259,7 @@ pub(crate) fn give_up<M: Memory>(over: &M::U64, number: u64) {
 }
 
 /// Initiator, after `give_up`: whether the owner is still applying bytes of that connection. A slot that serves another one by
-/// now is not: the owner hands it on when everybody has left.
+/// now is not: the owner hands it on when all have left.
 #[inline]
 pub(crate) fn is_applying<M: Memory>(applying: &M::U64, number: u64) -> bool {
     let word = applying.load(Ordering::Acquire);

@@ -115,7 +115,7 @@ impl RobustMutex {
     /// The lock word: thread id of the holder, and the two flags above.
     pub(crate) fn word(&self) -> &AtomicU32 {
         // SAFETY: glibc's mutex begins with its aligned 32-bit lock word (part of its ABI with the kernel, which
-        // finds it at a fixed offset from the list entry); everybody changes it atomically.
+        // finds it at a fixed offset from the list entry); all sides change it atomically.
         unsafe { &*self.raw().cast::<AtomicU32>() }
     }
 }

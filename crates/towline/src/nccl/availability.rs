@@ -68,7 +68,7 @@ pub fn load_library(path: impl AsRef<Path>) -> Result<()> {
     Nccl::load_for_process(path).map(drop).map_err(|error| failed("load NCCL", None, error))
 }
 
-/// Makes the id of a group, which NCCL in any program takes. This process must live until everybody has joined.
+/// Makes the id of a group, which NCCL in any program takes. This process must live until every rank has joined.
 ///
 /// # Errors
 /// `Unavailable` where there is no NCCL, with the places tried.

@@ -160,7 +160,7 @@ pub struct AgentConfig {
     pub engine: Option<Engine>,
     /// The network devices that UCX may use, as [`NixlOptions::reach_over`](crate::NixlOptions::reach_over) names them; of an empty list, RDMA
     /// devices alone. Without a list UCX takes what NIXL's own agents have: all that there are. It listens on every interface with an
-    /// address then, for everybody who can connect to it there.
+    /// address then, for every program that can connect to it there.
     pub ucx_devices: Option<Vec<String>>,
     /// A library, its folder, a `site-packages` folder or a prefix to look in where NIXL is found nowhere else.
     pub also_look_in: Option<PathBuf>,

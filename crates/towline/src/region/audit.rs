@@ -147,7 +147,7 @@ struct Known {
     _charge: Option<Charge>,
 }
 
-/// Everybody's counters. They stay as long as what they are about.
+/// The counters of all peers. They stay as long as what they are about.
 pub(crate) struct Ledger {
     all: Mutex<HashMap<Identity, Known>>,
     memory: Arc<Account>,

@@ -208,7 +208,7 @@ impl Session {
         }
     }
 
-    /// Whether something more can be asked over it, as far as anybody has noticed: its connection ends a moment before it does.
+    /// Whether something more can be asked over it, as far as was noticed: its connection ends a moment before it does.
     pub(crate) fn is_open(&self) -> bool {
         self.dead.get().is_none() && !self.control.is_closed()
     }

@@ -100,7 +100,7 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Combines the elements of all ranks and gives everybody the result.
+        """Combines the elements of all ranks and gives every rank the result.
 
         ``recvbuf`` has the type of ``sendbuf`` and is at least as long; in place: both start at the same byte.
         """
@@ -116,7 +116,7 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Combines the elements of all ranks and gives the root the result; without a root, everybody.
+        """Combines the elements of all ranks and gives the root the result; without a root, every rank.
 
         ``recvbuf`` is ignored on other ranks.
         """
@@ -134,7 +134,7 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Gives everybody the root's elements. ``sendbuf`` is ignored on other ranks; on the root both are as long."""
+        """Gives every rank the root's elements. ``sendbuf`` is ignored on other ranks; on the root both are as long."""
         sendbuf = sendbuf if root == self._rank("broadcast") else None
         return self._collective("broadcast", sendbuf, recvbuf, SUM, root, stream, algorithm)
 
@@ -146,7 +146,7 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Gives everybody the elements of all ranks, by rank. In place: ``sendbuf`` is this rank's block of ``recvbuf``."""
+        """Gives every rank the elements of all ranks, by rank. In place: ``sendbuf`` is this rank's block of ``recvbuf``."""
         return self._collective("all_gather", sendbuf, recvbuf, SUM, 0, stream, algorithm)
 
     def gather(
@@ -158,7 +158,7 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Gives the root the elements of all ranks, by rank; without a root, everybody. ``recvbuf`` is ignored elsewhere."""
+        """Gives the root the elements of all ranks, by rank; without a root, every rank. ``recvbuf`` is ignored elsewhere."""
         if root is None:
             return self.allgather(sendbuf, recvbuf, stream=stream, algorithm=algorithm)
         recvbuf = recvbuf if root == self._rank("gather") else None
@@ -200,11 +200,11 @@ class Collectives:
         stream: object = None,
         algorithm: Algorithm | None = None,
     ) -> Operation[None]:
-        """Gives each rank its block of everybody's elements, by rank. Elements that do not divide are refused."""
+        """Gives each rank its block of every rank's elements, by rank. Elements that do not divide are refused."""
         return self._collective("all_to_all", sendbuf, recvbuf, SUM, 0, stream, algorithm)
 
     def barrier(self, *, stream: object = None) -> Operation[None]:
-        """Ends when everybody has called it."""
+        """Ends when every rank has called it."""
         native = self._need("barrier")
         with in_stream(native, stream):
             return Operation(native.barrier(), "barrier")

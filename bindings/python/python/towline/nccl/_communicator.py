@@ -359,7 +359,7 @@ class Communicator(Collectives):
         self._need("synchronize").synchronize()
 
     def finalize(self) -> None:
-        """Waits until everybody has called it and everything of this rank that was in flight has landed.
+        """Waits until every rank has called it and everything of this rank that was in flight has landed.
 
         Later calls raise `NcclInvalid`, `destroy` excepted. A second call, and one on a communicator of no group, is
         harmless.
@@ -375,7 +375,7 @@ class Communicator(Collectives):
         self._end(aborts=False)
 
     def abort(self) -> None:
-        """Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks everybody."""
+        """Ends the work in flight on every rank with an error, then closes all handles. Local; unblocks every rank."""
         self._end(aborts=True)
 
     def _end(self, aborts: bool) -> None:
@@ -591,7 +591,7 @@ class Communicator(Collectives):
     def flush(
         self, peer_window: RegisteredWindowHandle | None, peer: int | None = None, *, stream: object = None
     ) -> Operation[None]:
-        """Waits until everything that this rank has put into ``peer``'s memory (or anybody's) has landed. Local."""
+        """Waits until everything that this rank has put into ``peer``'s memory (or any rank's) has landed. Local."""
         check_stream(stream)
         native = self._need("flush")
         return Operation(self._window("flush", peer_window).flush(native, peer), "flush")

@@ -101,7 +101,7 @@ def get_unique_id(
 ) -> UniqueId:
     """Opens a meeting and returns its id; with ``empty``, an id of zeros to be filled by your own channel.
 
-    This process must live until everybody has joined. Without addresses the meeting takes place on this host only (or where
+    This process must live until every rank has joined. Without addresses the meeting takes place on this host only (or where
     ``TOWLINE_LISTEN`` says); ``listen`` names addresses that other hosts reach, ``advertise`` those that are written into
     the id, where they differ. What is said there is encrypted under the id's secret in any case; with ``tls`` ranks of other hosts
     come through TLS 1.3, and what was recorded stays secret when the id becomes known later.

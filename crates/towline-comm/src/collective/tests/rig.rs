@@ -17,7 +17,7 @@ pub(super) enum Links {
     Near,
     /// By tcp.
     Far,
-    /// The first two ranks reach everybody by tcp; the others share memory.
+    /// The first two ranks reach every rank by tcp; the others share memory.
     Mixed,
 }
 

@@ -146,7 +146,7 @@ fn signals_are_counted_early_and_late() {
     for links in ALL_LINKS {
         with_ranks(3, links, LONG, |team| {
             let rank = team.rank();
-            // Early: before anybody waits.
+            // Early: before any rank waits.
             for peer in 0..3 {
                 team.signal(peer, 1, 2, 5).unwrap();
                 team.signal(peer, 0, 3, rank as u64).unwrap();

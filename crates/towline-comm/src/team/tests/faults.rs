@@ -132,7 +132,7 @@ fn one_that_has_given_up_on_a_rank_that_waits_for_it_is_named_itself() {
                 never_come(team);
                 return team.failure().unwrap();
             }
-            // Only now does anybody wait for it.
+            // Only now does any rank wait for it.
             thread::sleep(SHORT / 2);
             team.barrier().unwrap_err()
         });

@@ -50,7 +50,7 @@ struct Rig {
     connection: Arc<Connection>,
     peer: Socket,
     events: mpsc::Receiver<Event>,
-    /// What the peer sends again and again, and the end that shows whether anybody has it.
+    /// What the peer sends again and again, and the end that shows whether a process has it.
     sent: OwnedFd,
     watched: OwnedFd,
 }

@@ -43,7 +43,7 @@ impl Session {
     }
 
     /// Takes the frames of a stopped transfer back that have not been sent over that connection, and ends their requests. The thread that does
-    /// the one does the other, for all of them: to anybody who comes later, a request without a frame looks like one that was sent.
+    /// the one does the other, for all of them: to a thread that comes later, a request without a frame looks like one that was sent.
     /// Bytes of the transfer that are coming in go nowhere from here on, and those that come later neither: their request may be ended.
     fn take_back(&self, connection: &Connection, transfer: u64) {
         let unsent = connection.withdraw(|keep| keep.is_transfer(transfer));
@@ -54,7 +54,7 @@ impl Session {
     }
 
     /// Whether the owner ended the session, which is what its kernel does when it has exited. Between hosts by its word or its end of the
-    /// stream: a reset may be anybody's.
+    /// stream: a reset may come from any host on the way.
     fn owner_hung_up(&self) -> bool {
         self.control.is_closed() && !self.control.is_forsaken()
     }
@@ -104,7 +104,7 @@ impl Session {
         if let Some(error) = bye.error {
             return Error::new(Kind::Disconnected, "session", error.message);
         }
-        // Where anybody on the way could have said so, it is believed of this session only.
+        // Where any host on the way could have said so, it is believed of this session only.
         if self.medium == Medium::Unix || self.is_encrypted() {
             ended::remember(self.owner.incarnation);
         }

@@ -65,7 +65,7 @@ impl NixlOptions {
     ///
     /// **A loan by NIXL gives the peer all memory of this process, to read and to write, and nobody checks or counts it.** NIXL's keys cannot be
     /// narrowed, and UCX does what a message says at whatever address it names. Over an interface (UCX's tcp) that holds for
-    /// everybody who can connect to it: UCX listens there and asks nobody for a ticket. So lend on a network of your own, to peers
+    /// every program that can connect to it: UCX listens there and asks for no ticket. So lend on a network of your own, to peers
     /// that are your own. Asked for is a ticket of the whole region for reading and writing, and over an interface memory that this library
     /// allocated (UCX would end the process where other memory goes away);
     /// [`Routing::forbid`](crate::Routing::forbid) and [`Isolation::Enforced`](crate::Isolation::Enforced) of this endpoint come first. The
@@ -89,7 +89,7 @@ impl NixlOptions {
     /// both. Without it, an import that requires `nixl` takes the RDMA devices of this host, and others do not take it.
     ///
     /// It gives away as much: the owner's UCX can read and write all memory of this process as well. And UCX cannot use an interface
-    /// without listening on it, for everybody who can connect to it there. `lo` is enough for owners on this host.
+    /// without listening on it, for every program that can connect to it there. `lo` is enough for owners on this host.
     #[must_use]
     pub fn reach_over<D: Into<String>>(mut self, devices: impl IntoIterator<Item = D>) -> NixlOptions {
         self.devices = devices.into_iter().map(Into::into).collect();
