@@ -28,6 +28,10 @@ async def main() -> None:
     layers = [decode.register(towline.empty(1 << 20), "none") for _ in range(3)]
     await decode.read([remote] * 3, layers, notify="three layers")
 
+    # The same layers again and again, with nothing new but the blocks: compile the request once.
+    kept = decode.program([remote] * 3, layers, pages)
+    await kept.read([8, 200], [3, 4])
+
     assert target[:33] == target[7 * 4096 :][:33] == b"sixteen layers of keys and values"
     assert (await prefill.receive_async()).message == b"taken"
     assert (await prefill.receive_async()).message == b"three layers"

@@ -174,6 +174,37 @@ impl Endpoint {
         remote.map(|remote| Remote(Inherited::new(remote))).or_raise(py)
     }
 
+    /// Makes many tickets usable here, with one round trip for each owner. What is wrong with one of them is raised for all.
+    #[pyo3(signature = (tickets: "Iterable[Ticket | str | bytes | bytearray | memoryview]", require, forbid, isolation, timeout))]
+    fn import_many(
+        &self,
+        py: Python<'_>,
+        tickets: &Bound<'_, PyAny>,
+        require: Vec<String>,
+        forbid: Vec<String>,
+        isolation: Option<&str>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<Remote>> {
+        let endpoint = self.enter(py, "import")?;
+        let mut all = Vec::new();
+        for one in tickets.try_iter()? {
+            room::push("import", &mut all, ticket::from_object(py, &one?)?).or_raise(py)?;
+        }
+        let routing = routing(py, &require, &forbid, isolation)?;
+        let routing = routing.as_ref().unwrap_or(endpoint.routing());
+        let within = seconds(py, "import", "timeout", timeout)?.unwrap_or(endpoint.limits().no_progress);
+        let imported =
+            without_gil(py, || endpoint.import_many_within(&all, routing, within))?.or_raise(py)?;
+        let number = |(number, remote): (usize, towline::Result<towline::Remote>)| {
+            let of = |error: towline::Error| {
+                let message = format!("ticket {number}: {}", error.message());
+                error.saying(message)
+            };
+            remote.map_err(of).map(|remote| Remote(Inherited::new(remote)))
+        };
+        imported.into_iter().enumerate().map(number).collect::<towline::Result<_>>().or_raise(py)
+    }
+
     #[pyo3(signature = (ticket: "Ticket | str | bytes | bytearray | memoryview", require, forbid, isolation, timeout))]
     fn start_import(
         &self,

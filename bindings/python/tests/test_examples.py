@@ -105,6 +105,12 @@ def test_the_pages_of_a_request_move_between_two_processes() -> None:
     assert "are free again" in printed
 
 
+def test_the_blocks_of_requests_are_read_out_of_a_cache_that_is_a_list_of_layers() -> None:
+    printed = run("layered_kv_cache.py")
+    assert "491520 bytes of 60 layers over" in printed
+    assert "3 requests were read" in printed
+
+
 def test_ranks_reduce_and_put_into_windows() -> None:
     printed = run("communicator.py")
     assert "all_reduce of 1048576 bytes among 4: direct, because" in printed

@@ -187,3 +187,23 @@ def test_programs_that_are_dropped_leave_nothing(endpoint: towline.Endpoint) -> 
     gc.collect()
     assert towline._native.held() <= before
     assert repr(cache.program) == f"<Program of {LAYERS} parts, path unix>"
+
+
+def test_many_tickets_are_imported_at_once(endpoint: towline.Endpoint) -> None:
+    owner = towline.Endpoint("owner")
+    regions = [owner.register(bytearray([number % 256]) * 64, "read") for number in range(300)]
+    tickets = [str(region.ticket()) for region in regions]
+    remotes = endpoint.import_many(tickets, require="unix")
+    assert [remote.path for remote in remotes] == ["unix"] * 300
+    target = bytearray(64)
+    local = endpoint.register(target, "none")
+    endpoint.read(remotes[255], local).wait()
+    assert target == bytes([255]) * 64
+    assert endpoint.import_many([]) == []
+    regions[7].close()
+    with pytest.raises(towline.Stale, match="ticket 7"):
+        endpoint.import_many(tickets)
+    with pytest.raises(towline.Protocol, match="not a ticket"):
+        endpoint.import_many(["towline1:nonsense"])
+    with pytest.raises(TypeError):
+        endpoint.import_many([7])  # type: ignore[list-item]

@@ -170,6 +170,23 @@ class Endpoint:
             ticket, names(require, "require"), names(forbid, "forbid"), isolation, timeout
         )
 
+    def import_many(
+        self,
+        tickets: Iterable[Ticket | str | bytes],
+        *,
+        require: Names = None,
+        forbid: Names = None,
+        isolation: Isolation | None = None,
+        timeout: float | None = None,
+    ) -> list[Remote]:
+        """`import_` of many tickets, such as those of all layers, with one round trip for each owner.
+
+        What is wrong with one of them is raised, with its number, and none is imported.
+        """
+        return self._native.import_many(
+            tickets, names(require, "require"), names(forbid, "forbid"), isolation, timeout
+        )
+
     async def import_async(
         self,
         ticket: Ticket | str | bytes,

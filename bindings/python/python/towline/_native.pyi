@@ -273,6 +273,10 @@ class Endpoint:
     def compare_swap(self, /, remote: Remote, offset: SupportsIndex, expected: SupportsIndex, new: SupportsIndex) -> Transfer: ...
     def fetch_add(self, /, remote: Remote, offset: SupportsIndex, add: SupportsIndex) -> Transfer: ...
     def import_(self, /, ticket: "Ticket | str | bytes | bytearray | memoryview", require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, timeout: SupportsFloat | SupportsIndex | None) -> Remote: ...
+    def import_many(self, /, tickets: "Iterable[Ticket | str | bytes | bytearray | memoryview]", require: SupportsGetItem[int, str], forbid: SupportsGetItem[int, str], isolation: str | None, timeout: SupportsFloat | SupportsIndex | None) -> list[Remote]:
+        """
+        Makes many tickets usable here, with one round trip for each owner. What is wrong with one of them is raised for all.
+        """
     @property
     def incarnation(self, /) -> str:
         """
