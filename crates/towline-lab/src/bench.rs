@@ -10,6 +10,7 @@ mod crowds;
 mod defences;
 mod gpu;
 mod growth;
+mod layers;
 mod limit;
 mod python;
 mod report;

@@ -15,6 +15,7 @@ use super::cores::OwnCore;
 use super::crowds;
 use super::defences;
 use super::growth;
+use super::layers;
 use super::report::{Row, Unit};
 use crate::measure::{self, median};
 use crate::outcome::{Failure, Outcome};
@@ -39,6 +40,7 @@ pub(super) fn all() -> impl Iterator<Item = Cost> {
         Cost { name: "hub-1000-peers", measure: crowds::hub },
         Cost { name: "import-1000", measure: import_batch },
         Cost { name: "post", measure: crowds::posting },
+        Cost { name: "layers", measure: layers::measure },
         Cost { name: "growth", measure: growth::measure },
         Cost { name: "defence", measure: defences::measure },
         Cost { name: "idle", measure: idle },
