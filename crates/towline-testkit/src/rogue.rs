@@ -1,7 +1,7 @@
 //! An owner that speaks the wire format by hand: every byte behind the proofs is made here, and not by the library's encoder.
 //!
-//! It proves to be the owner of its ticket, since anybody else is turned away by the handshake, and then answers as it is told to:
-//! see [`play`](crate::using::play) for all it may be told.
+//! It proves to be the owner of its ticket, since any other process is refused by the handshake, and then answers as a test asks:
+//! see [`play`](crate::using::play) for all it may be asked for.
 
 mod acting;
 mod pages;
@@ -208,7 +208,7 @@ impl Heard {
         let number = |at: usize| {
             self.body.get(at..at + 4).map_or(0, |four| u32::from_le_bytes(four.try_into().unwrap()))
         };
-        // A body that is none of a request for bytes may say anything.
+        // A body that is not one of a request for bytes may say anything.
         let blocks = number(12).min(self.body.len() as u32);
         let bytes = match self.body.get(16) {
             Some(1) => u64::from(number(17)) * u64::from(blocks),
@@ -281,11 +281,11 @@ impl Link {
     /// The next frame of that kind; those before it and their payloads are passed over.
     pub fn hear_of(&mut self, kind: u8) -> Heard {
         loop {
-            let heard = self.hear();
-            if heard.kind == kind {
-                return heard;
+            let frame = self.hear();
+            if frame.kind == kind {
+                return frame;
             }
-            self.take(heard.payload);
+            self.take(frame.payload);
         }
     }
 
@@ -417,7 +417,7 @@ impl Rogue {
         &self.ticket
     }
 
-    /// Whether somebody comes in, or any of them has bytes or has ended, within that time.
+    /// Whether a user connects, or any of them has bytes or has ended, within that time.
     fn await_any<'a>(&'a self, links: impl Iterator<Item = &'a Link>, time: Duration) -> bool {
         let door = match &self.door {
             Door::Unix(door) => door.as_fd(),

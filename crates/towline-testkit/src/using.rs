@@ -43,7 +43,7 @@ const MOST_TAKEN_BACK: usize = 6;
 /// Steps of one input.
 const MOST_STEPS: usize = 96;
 
-/// How long an import may take with what it was told before it is told more.
+/// How long an import may take with the steps so far before it gets more.
 const TURN: Duration = Duration::from_micros(200);
 
 /// How long anything may take that has nothing to wait for.
@@ -159,7 +159,7 @@ pub struct Played {
     pub taken_back: usize,
     /// Transfers that were quiet in time.
     pub quiet: usize,
-    /// Reads of which the owner was told that nobody wants them any more.
+    /// Reads of which the owner was notified that they are not wanted any more.
     pub withdrawn: usize,
     /// Lanes that the owner was asked to end.
     pub ended_lanes: usize,
@@ -279,7 +279,7 @@ pub fn play_against<'a>(
     Played { withdrawn, ended_lanes: ends, ..played }
 }
 
-/// A request under way, and the part of the local memory that it has; none where it has memory of its own.
+/// A request in flight, and the part of the local memory that it has; none where it has memory of its own.
 struct Flying {
     transfer: Transfer,
     part: Option<usize>,
@@ -328,7 +328,7 @@ impl Using {
     }
 
     /// Asks for something in memory of its own, which is then taken back as soon as that is said to be possible; returns whether it is
-    /// under way.
+    /// in flight.
     fn take_back(&mut self, remote: &Remote, input: &mut Input<'_>, played: &mut Played) -> bool {
         let (what, size, time) = (input.byte(), input.byte(), input.byte());
         let mut under_way = false;
@@ -383,7 +383,7 @@ impl Using {
         self.flying = flying;
     }
 
-    /// Asks for something, in a part of the local memory that is free; returns whether it is under way.
+    /// Asks for something, in a part of the local memory that is free; returns whether it is in flight.
     fn start(&mut self, remote: &Remote, input: &mut Input<'_>) -> bool {
         let (what, size, at) = (input.byte(), input.byte(), u64::from(input.byte()) << 11);
         let parts = if size >= 208 { SMALL_PARTS..SMALL_PARTS + LARGE_PARTS } else { 0..SMALL_PARTS };
@@ -491,7 +491,7 @@ impl Using {
         for memory in &own {
             assert!(only_canaries(memory, 0, memory.size()), "memory that was taken back was written into");
         }
-        // Some of it is given back to the system, where a late access ends the process; what is kept tells the next input of it.
+        // Some of it is given back to the system, where a late access ends the process; what is kept shows it to the next input.
         let mut kept = KEPT.lock();
         if !order.is_multiple_of(16) && kept.is_empty() {
             kept.push(freed);

@@ -100,7 +100,7 @@ pub(crate) struct World {
     pub(crate) owner: Owner<Granted, usize>,
     pub(crate) array: Arc<Array>,
     pub(crate) handle: u32,
-    /// What is granted to whoever shows that.
+    /// What is granted to a peer that shows that.
     pub(crate) tickets: [(&'static [u8], Claims); 2],
     pub(crate) stopped: bool,
     pub(crate) revoked: bool,

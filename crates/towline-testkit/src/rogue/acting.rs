@@ -48,7 +48,7 @@ impl Side {
     }
 }
 
-/// An owner under way.
+/// An owner in action.
 pub struct Actor {
     rogue: Option<Rogue>,
     ticket: Ticket,

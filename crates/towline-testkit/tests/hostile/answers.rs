@@ -17,7 +17,7 @@ const CANARY: u8 = 0xee;
 
 const MEDIA: [(Medium, &str); 2] = [(Medium::Unix, "unix"), (Medium::Tcp, "tcp")];
 
-/// A user of a rogue owner's region, and the control connection on which that one says what it likes.
+/// A user of a rogue owner's region, and the control connection on which the owner says what it likes.
 struct Scene {
     rogue: Rogue,
     control: Link,
@@ -109,7 +109,7 @@ impl Scene {
         (transfer, second, self.control.hear_of(kind::END_LANE).id)
     }
 
-    /// A read over a lane that is cancelled, of which the owner is told: the read, both lanes, and its number.
+    /// A read over a lane that is cancelled, of which the owner is notified: the read, both lanes, and its number.
     fn withdraws_a_read(&self) -> (Transfer, [Link; 2], u64) {
         let transfer = self.read(ONE_UNIT);
         let [mut first, second] = self.lanes();

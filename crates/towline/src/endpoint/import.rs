@@ -144,7 +144,7 @@ impl Remote {
     }
 
     /// When this side learned that the owner cannot be reached any more; `None` while it can. Transfers end after that, each
-    /// as soon as whoever copies for it has come to the end of its portion.
+    /// as soon as the thread that copies for it has come to the end of its portion.
     pub fn lost_at(&self) -> Option<Instant> {
         let lost = self.0.lost.as_ref().and_then(|lost| lost.get().copied());
         // Since then it may have been connected to anew.
@@ -218,7 +218,7 @@ pub(super) fn import_one(
 ) -> Result<Remote> {
     import(endpoint, std::slice::from_ref(ticket), routing, within)?
         .pop()
-        .unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no answer")))
+        .unwrap_or_else(|| Err(Error::new(Kind::Internal, "import", "no reply")))
 }
 
 /// Imports tickets with one round trip per owner.
@@ -320,7 +320,7 @@ pub(super) async fn import_async(
     poll_fn(|cx| queued.end.poll_take(cx)).await
 }
 
-/// An import that somebody awaits. When it has ended, or is dropped before, it leaves no timer, and its thread goes on to the next.
+/// An import that a task awaits. When it has ended, or is dropped before, it leaves no timer, and its thread goes on to the next.
 struct Awaited {
     queued: Arc<Queued>,
     timer: Option<TimerId>,
@@ -333,7 +333,7 @@ impl Drop for Awaited {
             return;
         }
         runtime::forget(self.timer);
-        // Nobody begins it any more, or who has begun is told.
+        // No thread begins it any more, or the one that has begun is notified.
         self.queued.begin();
         self.given_up.store(true, Ordering::Release);
     }
@@ -495,8 +495,8 @@ pub(super) fn contact(
             if media.peek().is_some() { until.min(Instant::now() + ONE_ADDRESS) } else { until };
         match endpoint.sessions.contact(ticket, medium, !routing.is_enforced(), (connected_by, until)) {
             Ok(session) => return Ok(session),
-            // The owner itself has answered: another path to it would not change its mind. Not so another life of it, or of somebody
-            // who has such an address on this network. Or the caller has enough of it.
+            // The owner itself has answered: another path to it would not change its mind. Not so another life of it, or of a process
+            // that has such an address on this network. Or the caller has cancelled it.
             Err(NoContact { error, of_ticket })
                 if of_ticket
                     || matches!(error.kind(), Kind::PermissionDenied | Kind::Protocol | Kind::Canceled) =>
@@ -558,7 +558,7 @@ mod tests {
         let _alone = ALONE.lock();
         let owner = Endpoint::open("owner").unwrap();
         let region = owner.register(SystemStorage::new(8).unwrap(), Access::READ).unwrap();
-        // Somebody who has an owner's name, and never answers.
+        // A process that has an owner's name, and never answers.
         let identity = Identity::new("silent", Incarnation(*b"nobody says more")).unwrap();
         let body = TicketBody { identity, ..region.ticket().unwrap().body().clone() };
         let ticket = Ticket::mint(&body, &RegionKey::derive(&[1; 32], body.row, body.generation)).unwrap();

@@ -1,6 +1,6 @@
 //! Words and elements of memory that was lent, which may be gone: changed by calls that report a missing page.
 //!
-//! The kernel reads and writes for us, and has no call that changes a word. So a change is a read and a write, and whoever
+//! The kernel reads and writes for us, and has no call that changes a word. So a change is a read and a write, and a thread that
 //! changes words of lent memory in this process waits for its turn: one turn for all of it, since one memory can be registered
 //! several times, and a file can be mapped several times. Nobody waits for a page during its turn: each brings its own in before.
 #![allow(unsafe_code, reason = "hands addresses to the kernel, which checks them")]
@@ -18,7 +18,7 @@ use crate::bytes::checked;
 
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Held by whoever reads or changes a word of lent memory by itself, for that one access.
+/// Held by the thread that reads or changes a word of lent memory by itself, for that one access.
 #[must_use]
 pub(crate) struct Turn(#[allow(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
@@ -26,7 +26,7 @@ fn turn() -> Turn {
     Turn(TURN.lock())
 }
 
-/// Waits for whoever changes a word of lent memory now, for a plain access to that word: its page comes before, since all others wait
+/// Waits for the thread that changes a word of lent memory now, for a plain access to that word: its page comes before, since all others wait
 /// while this one has its turn.
 ///
 /// # Safety
@@ -79,7 +79,7 @@ pub(crate) unsafe fn change(
     if let Some(new) = change(seen) {
         // SAFETY: as above.
         unsafe { checked::write(op, at, (&raw const new).cast(), size_of::<u64>())? };
-        // As the atomic would: whoever looks next whether somebody sleeps is not ahead of it.
+        // As the atomic would: a thread that looks next whether another sleeps is not ahead of it.
         fence(Ordering::SeqCst);
     }
     Ok(Some(seen))

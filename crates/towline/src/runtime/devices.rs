@@ -17,7 +17,7 @@ pub(crate) enum Device {
     Gpu(u32),
     /// Answers queries about the path with that number.
     Path(u8),
-    /// Whoever has the pages of the memory at that address, which was lent.
+    /// The device that has the pages of the memory at that address, which was lent.
     Lent(usize),
 }
 

@@ -1,7 +1,7 @@
 //! One socket: frames in, frames out, payload straight from and into registered memory.
 //!
 //! A connection never blocks. A *control* connection is driven by the event loop; a *lane*, which carries payload in
-//! bulk, is driven by workers of the pool. Whoever has something to send sends it at once where the socket takes it.
+//! bulk, is driven by workers of the pool. A thread with something to send sends it immediately where the socket takes it.
 #![allow(unsafe_code, reason = "hands raw parts of registered memory to the socket")]
 
 mod driving;
@@ -74,7 +74,7 @@ pub(super) trait Handler: Send + Sync {
 /// What may come next over a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// More of what is under way, from the other side or from another thread of this one.
+    /// More of what is in flight, from the other side or from another thread of this one.
     More,
     /// A new request, if the other side has one.
     Request,
@@ -105,7 +105,7 @@ pub(super) struct Connection {
     /// The worker that drove it last.
     driver: AtomicUsize,
     outgoing: Mutex<Outgoing>,
-    /// Frames for a lane whose queue was in use: whoever has that next takes them over. A worker may wait for the other side
+    /// Frames for a lane whose queue was in use: the next thread that has it takes them over. A worker may wait for the other side
     /// with the queue in hand, and nobody else should wait with it.
     late: Mutex<Vec<Late>>,
     incoming: Mutex<Incoming>,
@@ -222,7 +222,7 @@ impl Connection {
         }
     }
 
-    /// Lives until it is closed, whoever else holds it.
+    /// Lives until it is closed, whatever else holds it.
     pub(super) fn hold_itself(self: &Arc<Self>) {
         *self.itself.lock() = Some(Arc::clone(self));
     }
@@ -371,16 +371,16 @@ impl Connection {
         for late in std::mem::take(&mut *self.late.lock()) {
             match late {
                 Late::Frame { head, files, payload } => outgoing.push(head, files, payload),
-                // Whoever sends next learns of it.
+                // The next sender learns of it.
                 Late::Answer(request) => drop(outgoing.answered(request)),
             }
         }
         outgoing
     }
 
-    /// Initiator: an answer to that request has come. One that comes before all of the request was sent breaks the protocol.
+    /// Initiator: a reply to that request has come. One that comes before all of the request was sent breaks the protocol.
     ///
-    /// While another thread is sending, nobody knows how much was sent: on a control connection that one looks, or who sends next.
+    /// While another thread is sending, nobody knows how much was sent: on a control connection this thread looks, or the next sender.
     pub(super) fn answered(&self, request: u64) -> Result<()> {
         match self.queue_if_free() {
             Some(mut outgoing) => outgoing.answered(request),
@@ -396,11 +396,11 @@ impl Connection {
         self.queue().is_empty()
     }
 
-    /// Leaves a frame to whoever has the queue now.
+    /// Leaves a frame to the thread that has the queue now.
     fn send_late(&self, late: Late) -> Result<()> {
         self.late.lock().push(late);
         if self.is_closed() {
-            // Whoever let go of what was queued may not have found this.
+            // The thread that dropped what was queued may not have found this.
             self.late.lock().clear();
             return Err(disconnected());
         }

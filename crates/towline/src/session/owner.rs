@@ -194,7 +194,7 @@ impl Serving {
         connection.call(transcript);
         serving.connections.lock().push(Arc::clone(connection));
         serving.rules().joined(Over::of(connection), transcript);
-        // Whoever ends it closes the connections that it finds after it has said so.
+        // The thread that ends it closes the connections that it finds after it has said so.
         if serving.is_closed() {
             serving.connections.lock().clear();
             return Err(Error::new(Kind::Disconnected, "contact", "the session is over"));
@@ -276,7 +276,7 @@ impl Serving {
                 Error::new(Kind::Disconnected, "serve", format!("its claimer is gone: {}", error.message()));
             sessions.operations.abandon(self.claimer(), &gone);
             for granting in &remains.grants {
-                // A peer says goodbye only when nothing of it is under way.
+                // A peer says goodbye only when nothing of it is in flight.
                 if remains.goodbye {
                     granting.lent.back();
                 } else {
@@ -387,7 +387,7 @@ impl Serving {
         })
     }
 
-    /// Does that on a thread that may wait for pages of lent memory, which come when a disk or whoever lent it likes; an error ends
+    /// Does that on a thread that may wait for pages of lent memory, which come when a disk or the lender likes; an error ends
     /// the connection.
     fn aside(
         self: &Arc<Self>,
@@ -449,7 +449,7 @@ impl Serving {
             let (missing, next) = (room::collect("write", missing)?, connection.hold_up());
             let bring = move || {
                 let from = |at| std::ptr::with_exposed_provenance(at);
-                // What is missing then, the receive tells.
+                // What is missing then, the receive reports.
                 let _ = missing.into_iter().try_for_each(|(at, len)| checked::bring("write", from(at), len));
                 drop(next);
             };
@@ -480,7 +480,7 @@ impl Serving {
     ) -> Result<()> {
         let (serving, answered, handle) = (Arc::clone(self), Arc::clone(connection), write.handle);
         let work = move || {
-            // A disk may take its time, and a GPU cannot be looked at in one step: whoever can see it is told meanwhile.
+            // A disk may take its time, and a GPU cannot be looked at in one step: a peer that can see it is notified meanwhile.
             let outcome = wanted("write", &answered).and_then(|wanted| {
                 match serving.admit(handle, Access::WRITE, write.blocks)?.1 {
                     Target::Bounced(asked) => asked.write(landed, &|| wanted.stands_by(None)),
@@ -544,7 +544,7 @@ impl Serving {
 
     fn held(self: &Arc<Self>, files: Vec<OwnedFd>) -> Result<()> {
         let (Some(local), Some(life)) = (&self.local, files.into_iter().next()) else {
-            return Err(Error::protocol("serve", "a life page came that nobody asked for"));
+            return Err(Error::protocol("serve", "the peer sent a life page that was not asked for"));
         };
         local.pins.lives(LifeView::map(life)?);
         let weak = Arc::downgrade(self);
@@ -610,7 +610,7 @@ impl Serving {
     }
 }
 
-/// Refuses what an initiator asked for that has hung up since: it has told its caller that nothing of it happens any more. To be
+/// Refuses what an initiator asked for that has hung up since: it has said to its caller that nothing of it happens any more. To be
 /// held until it is done.
 fn wanted<'a>(op: &'static str, connection: &'a Connection) -> Result<Wanted<'a>> {
     connection.wanted().ok_or_else(|| hung_up(op))
@@ -718,7 +718,7 @@ impl Handler for Arc<Serving> {
                 (write.transfer, outcome)
             }
             Message::Reduce(reduce) => return self.reduce(connection, header, reduce, sink, sent),
-            _ => (0, Err(Error::protocol("serve", "a payload that nobody asked for"))),
+            _ => (0, Err(Error::protocol("serve", "the peer sent a payload that was not asked for"))),
         };
         // The memory is let go before the peer learns of it.
         drop(sink);

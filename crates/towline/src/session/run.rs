@@ -60,11 +60,11 @@ pub(crate) struct Run {
     next: AtomicUsize,
     left: AtomicUsize,
     failed: AtomicBool,
-    /// Somebody has taken it upon himself to report for the signal's unit.
+    /// A thread reports for the signal's unit.
     signalled: AtomicBool,
     /// How often a unit was asked for again.
     pub(super) repeated: AtomicUsize,
-    /// The units that wait for a lane to be asked for again: whoever takes one out reports for it.
+    /// The units that wait for a lane to be asked for again: the thread that takes one out reports for it.
     waiting: Mutex<Vec<usize>>,
 }
 
@@ -163,7 +163,7 @@ impl Run {
         run
     }
 
-    /// What follows a write is told first: the owner acts on it when the last piece is applied.
+    /// What follows a write is sent first: the owner acts on it when the last piece is applied.
     fn announce(self: &Arc<Self>) -> Result<()> {
         if self.transfer.op == Op::Read {
             return Ok(());
@@ -421,7 +421,7 @@ impl Run {
             self.over();
         }
         let reading = self.transfer.op == Op::Read && !self.failed.load(Ordering::Acquire);
-        let told = match &self.transfer.after.notify {
+        let notified = match &self.transfer.after.notify {
             Some(message) if left == 0 && reading => self.session().notify(message),
             _ => Ok(()),
         };
@@ -433,7 +433,7 @@ impl Run {
                 self.no_signal(&Error::new(Kind::Canceled, "signal", "the read before it failed"));
             }
         }
-        match told {
+        match notified {
             Ok(()) => self.transfer.unit_done(),
             Err(error) => self.transfer.unit_failed(unit, error),
         }

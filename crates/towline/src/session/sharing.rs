@@ -1,8 +1,8 @@
-//! One question: may this process and the one at the other end of a Unix socket share memory?
+//! Whether memory may be shared: may this process and the one at the other end of a Unix socket share memory?
 //!
-//! Who has the same user number need not be somebody whom the kernel lets look into this process: two containers often run as one
+//! A process with the same user number need not be one that the kernel lets look into this process: two containers often run as one
 //! user. So pages, files and handles go, and are taken, only where the kernel lets this process look at the other (its links in
-//! `/proc/<pid>/ns` can be read) and both are in the same user and pid namespaces, or where this side was told to share with other
+//! `/proc/<pid>/ns` can be read) and both are in the same user and pid namespaces, or where this side was set to share with other
 //! containers. Each side asks for itself, about the other. [Who shares memory](../../../../../docs/decisions/0039-who-shares-memory.md).
 
 use std::fmt;
@@ -27,7 +27,7 @@ const UNKNOWN: &str = "a process of which nothing is known";
 pub(super) struct Neighbour {
     /// Its number, where it has one in this process's pid namespace.
     pub(super) pid: Option<i32>,
-    /// The process itself: stays that one whoever gets its number later.
+    /// The process itself: stays this process, also when another gets its number later.
     pub(super) process: OwnedFd,
     /// What is between the two, where only the setting lets them share.
     pub(super) between: Option<Apart>,
@@ -75,7 +75,7 @@ pub(super) fn may_share(socket: &Socket, between_containers: bool) -> Result<Res
     }
 }
 
-/// Whether the kernel lets this process look into that one, and both are in the same user and pid namespaces.
+/// Whether the kernel lets this process look into the other, and both are in the same user and pid namespaces.
 fn looks_like_us(pid: Option<Pid>) -> Result<(), Apart> {
     let Some(pid) = pid else {
         return apart("a process in another pid namespace, in which this one cannot see it");
@@ -161,7 +161,7 @@ fn began_at(stat: &str) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// Whether the process that made the other end of the socket has ended, as far as the kernel tells.
+/// Whether the process that made the other end of the socket has ended, as far as the kernel shows.
 pub(super) fn has_ended(socket: &Socket) -> bool {
     match socket.peer_process() {
         Ok(process) => has_exited(&process),

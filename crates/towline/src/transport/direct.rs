@@ -217,8 +217,8 @@ impl<D: Direct> Attachment for DirectAttachment<D> {
     }
 }
 
-/// Starts copying all parts, shared among workers in portions of about one size, whatever the sizes of the parts are: of that one, where
-/// one is given.
+/// Starts copying all parts, shared among workers in portions of about one size, whatever the sizes of the parts are: of the given one, where
+/// there is one.
 pub(super) fn start<D: Direct>(
     directs: Several<Arc<D>>,
     portion: Option<u64>,
@@ -421,7 +421,7 @@ impl<D: Direct> Run<D> {
     /// Works on it, where there is a place. A starter that leaves it to others is there for what is posted when they are done.
     fn take_part(&self) {
         self.share();
-        // Who has ended it has woken whoever waited for that.
+        // The thread that has ended it has woken its waiters.
         if self.left.load(Ordering::Acquire) > 0 {
             let me = Weak::clone(&self.me);
             runtime::starters().look_next(move || {
@@ -533,7 +533,7 @@ impl<D: Direct> Run<D> {
         unsafe { self.directs[part].copy(transfer.op, transfer.base(part), transfer.pieces(unit)) }
     }
 
-    /// So many units have been copied, with those bytes, and that one last.
+    /// So many units have been copied, with those bytes, and the given one last.
     fn copied(&self, count: usize, bytes: u64, last: usize) {
         let transfer = &self.transfer;
         let mut followed = Ok(());

@@ -55,7 +55,7 @@ def _offer(offer: str | None) -> Offer:
 
 
 def offer_by_default(offer: Offer | None, nixl_devices: Sequence[str] | None = None) -> None:
-    """Says it for connectors that are not told: the original's constructor has no place for it."""
+    """Sets it for connectors that set none: the original's constructor has no place for it."""
     global _usual, _usual_devices
     chosen = _offer(offer)
     if nixl_devices is not None:
@@ -69,7 +69,7 @@ class Connector:
     Active operations find out from the metadata whether the peer uses Towline or NIXL. A passive one has to choose: ``offer`` is
     ``"nixl"`` where peers run the original. Without it, it is what the drop-in was installed with, else ``"towline"``.
 
-    NIXL's UCX listens on the network, and gives whoever reaches it all memory of this process. So it is started only where
+    NIXL's UCX listens on the network, and gives every program that reaches it all memory of this process. So it is started only where
     ``offer="nixl"`` or ``nixl_devices`` says so, never because a peer's metadata asks for it: then operations with the original raise
     `Unavailable`. ``nixl_devices`` names the network devices that UCX may use, such as ``["mlx5_0:1"]``, ``["lo"]``, or
     ``["tcp"]`` for all interfaces. Without it UCX takes RDMA devices alone, and where there are none, NIXL's operations raise `Unavailable`.
@@ -298,7 +298,7 @@ class Connection:
 
 
 class _Damaged(Protocol, zlib.error):
-    """Metadata that is text, and nobody's: the original finds that it cannot be inflated."""
+    """Metadata that is text, and of no peer: the original finds that it cannot be inflated."""
 
 
 class Remote:

@@ -78,7 +78,7 @@ class Descriptor:
 
     @property
     def metadata(self) -> SerializedDescriptor:
-        """What can be told of it; peers need an operation's metadata."""
+        """What can be said of it; peers need an operation's metadata."""
         return SerializedDescriptor(
             device=str(self._data_device), ptr=self._data_ptr, size=self._data_size
         )

@@ -298,7 +298,7 @@ def _planned(
 
 
 class ActiveOperation(AbstractOperation):
-    """A read or a write, under way from the start."""
+    """A read or a write, in flight from the start."""
 
     def __init__(
         self,

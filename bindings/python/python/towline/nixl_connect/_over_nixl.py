@@ -1,7 +1,7 @@
 """Operations over NIXL itself, with peers that run the original.
 
 NIXL has nothing that an event loop could watch: a thread waits for the end of each transfer that is not over at once, and one
-thread for the notifications of passive operations while there are some. None of them runs while nothing is under way.
+thread for the notifications of passive operations while there are some. None of them runs while nothing is in flight.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def agent_name(metadata: bytes) -> str:
 
 
 class Side:
-    """The agent of a connection, made when it is first needed, and what is under way with it."""
+    """The agent of a connection, made when it is first needed, and what is in flight with it."""
 
     def __init__(self, name: str, devices: Sequence[str] = ()) -> None:
         self._name = name
@@ -100,7 +100,7 @@ class Side:
                         raise Unavailable(
                             "there is no RDMA device here, and NIXL uses others only where they are named: "
                             'nixl_devices=["lo"] for peers on this host (dropin-path --nixl-devices lo), or '
-                            'nixl_devices=["tcp"] for all network interfaces, where whoever connects gets all memory of this process',
+                            'nixl_devices=["tcp"] for all network interfaces, where every program that connects gets all memory of this process',
                             op="nixl",
                         ) from error
                     raise Unavailable(
@@ -327,7 +327,7 @@ class Passive(Operation):
 
 
 class Active(Operation):
-    """A read or a write, under way once it was started."""
+    """A read or a write, in flight once it was started."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class Active(Operation):
         try:
             started("towline-nixl-transfer", lambda: self._watch(request))
         except Exhausted:
-            # It is under way and cannot be taken back: this thread waits for its end.
+            # It is in flight and cannot be taken back: this thread waits for its end.
             self._watch(request)
 
     def _watch(self, request: Request) -> None:

@@ -60,8 +60,8 @@ impl Memory {
         (self.using.core().addr + offset as usize) as *mut u8
     }
 
-    /// Whether all of lent memory is there. Before the answer begins, in which an error could not be told any more; where bytes come in,
-    /// the receive tells.
+    /// Whether all of lent memory is there. Before the reply begins, in which an error could not be reported any more; where bytes come in,
+    /// the receive reports it.
     pub(super) fn look(&self, parts: &[RawPartMut]) -> Result<()> {
         let lent = if self.is_lent() { parts } else { &[] };
         lent.iter().try_for_each(|part| checked::look("read", part.ptr, part.len))
@@ -69,7 +69,7 @@ impl Memory {
 
     pub(super) fn parts(&self, op: &'static str) -> Result<Vec<RawPartMut>> {
         let mut parts: Vec<RawPartMut> = room::list(op, self.ranges.blocks().len())?;
-        // A part without bytes would never be filled, and so whoever fills them would never get past it.
+        // A part without bytes would never be filled, and so the code that fills them would never get past it.
         for (offset, len) in self.ranges.iter().filter(|(_, len)| *len > 0) {
             let ptr = self.at(offset);
             match parts.last_mut() {

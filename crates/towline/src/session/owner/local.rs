@@ -108,7 +108,7 @@ impl Holder for Serving {
         let Some(local) = &self.local else { return };
         let mut gone = local.gone.lock();
         gone.push(segment);
-        // The last use of a segment can end anywhere, also under a connection's lock: the event loop tells.
+        // The last use of a segment can end anywhere, also under a connection's lock: the event loop reports it.
         if gone.len() == 1 {
             self.at(Some(Instant::now()), GONE);
         }

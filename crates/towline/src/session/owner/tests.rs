@@ -260,9 +260,9 @@ fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
     };
     let refusals = AtomicUsize::new(0);
     let ask = |handle: &GrantHandle| {
-        let told = handle.query(FilePath.number().unwrap(), b"open".to_vec(), until);
-        refusals.fetch_add(usize::from(told.is_err()), Ordering::Relaxed);
-        told.map(|told| told.files.len())
+        let reply = handle.query(FilePath.number().unwrap(), b"open".to_vec(), until);
+        refusals.fetch_add(usize::from(reply.is_err()), Ordering::Relaxed);
+        reply.map(|reply| reply.files.len())
     };
     let greedy: Vec<_> = (0..3).map(|number| asks(&format!("greedy-{number}"), &hung)).collect();
     let outcomes: Vec<Result<usize>> = std::thread::scope(|scope| {
@@ -280,8 +280,8 @@ fn questions_that_hang_count_as_requests_and_hold_up_nobody_else() {
         drop(stalled);
         asked.into_iter().map(|one| one.join().unwrap()).collect()
     });
-    let (told, refused): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
-    assert_eq!((told.len(), refused.len()), (3 * MOST, 3 * MOST));
+    let (replied, refused): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
+    assert_eq!((replied.len(), refused.len()), (3 * MOST, 3 * MOST));
     assert!(refused.iter().all(|one| one.as_ref().is_err_and(|error| error.kind() == Kind::Exhausted)));
 }
 
@@ -316,7 +316,7 @@ fn a_panic_in_what_handles_a_frame_ends_that_session_and_no_other() {
     }
 }
 
-/// Somebody who reaches a region by itself, and has something under way until it says otherwise.
+/// An import that reaches a region by itself, and has something in flight until it says otherwise.
 #[derive(Default)]
 struct Busy {
     recalled: AtomicBool,
@@ -382,18 +382,18 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
         (Connection::new(Channel::plain(ours), role, true, Arc::new(Arc::clone(&serving))), theirs)
     };
     // Connections of our own, so that the answers can be read here.
-    let ((control, told), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
+    let ((control, peer), (lane, _peer)) = (connection(Role::Control), connection(Role::Lane));
     lane.call(NAME);
     serving.rules().joined(Over::of(&lane), NAME);
     *serving.connections.lock() = vec![Arc::clone(&control), Arc::clone(&lane)];
     let answer = |within| {
         let mut head = [0; wire::HEADER_LEN];
-        told.wait_readable(within).unwrap().then(|| {
-            let came = told.recv(&mut [std::io::IoSliceMut::new(&mut head)], 0, &mut Vec::new()).unwrap();
+        peer.wait_readable(within).unwrap().then(|| {
+            let came = peer.recv(&mut [std::io::IoSliceMut::new(&mut head)], 0, &mut Vec::new()).unwrap();
             assert!(matches!(came, Received::Bytes(wire::HEADER_LEN)));
             let header = Header::decode(&head).unwrap();
             let mut body = vec![0; header.rest()];
-            let _ = told.recv(&mut [std::io::IoSliceMut::new(&mut body)], 0, &mut Vec::new()).unwrap();
+            let _ = peer.recv(&mut [std::io::IoSliceMut::new(&mut body)], 0, &mut Vec::new()).unwrap();
             assert_eq!(header.kind, wire::FrameKind::Done);
             header.id
         })
@@ -412,7 +412,7 @@ fn the_end_of_a_lane_is_said_when_nobody_applies_anything_of_it_any_more() {
     // One that is not there is over.
     end_lane(3, [8; 32]);
     assert_eq!(answer(watchdog), Some(3));
-    assert_eq!(answer(soon), None, "somebody is still inside");
+    assert_eq!(answer(soon), None, "a thread is still inside");
     assert!(lane.wanted().is_none(), "nothing more of it is applied");
     drop(inside);
     assert_eq!([answer(watchdog), answer(watchdog)], [Some(1), Some(2)]);

@@ -84,7 +84,7 @@ impl Serving {
         }
     }
 
-    /// An operation on one word of a region, for whoever waits for its outcome; it gives none where that one does not stand by it
+    /// An operation on one word of a region, for the waiter for its outcome; it gives none where the initiator does not stand by it
     /// any more.
     fn word(
         &self,
@@ -123,7 +123,7 @@ impl Serving {
         loop {
             let next = self.rules().settle(settling, Instant::now());
             let Some(next) = next else { return Ok(()) };
-            // A word of lent memory is changed by another thread, whether or not somebody waits for it.
+            // A word of lent memory is changed by another thread, whether or not the peer waits for it.
             if let Ok(Act::Raise(word, _)) = &next.act
                 && let Some(device) = brings_page(word)
             {
@@ -166,7 +166,7 @@ impl Serving {
                 let charge = self.allowance.charge("notify", notification.cost())?;
                 self.sessions()?.registry.deliver(notification, Some((&self.messages, charge))).map(|()| 0)
             }
-            // A signal whose outcome somebody waits for is a change like a write.
+            // A signal whose outcome the peer waits for is a change like a write.
             Act::Raise(word, add) => self.word(awaited, Ok(word), |look, word| match awaited {
                 Some(_) => apply::signal_if(look, word, add),
                 None => apply::signal(word, add).map(Some),
