@@ -116,7 +116,7 @@ fn a_certificate_for_another_name_is_refused_by_either_side() {
     let unnamed = open("two words", Some(authority.tls("user")));
     let error =
         open("user", Some(authority.tls("user"))).import(&region(&unnamed, 1).ticket().unwrap()).unwrap_err();
-    assert!(error.to_string().contains("no such name"), "{error}");
+    assert!(error.to_string().contains("is not such a name"), "{error}");
 }
 
 #[test]
