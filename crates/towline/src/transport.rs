@@ -29,7 +29,8 @@
 //! 7. `stop` returns at once and the transfer ends soon after, with all of its parts: no unit waits for the peer any longer.
 //! 8. A 64-bit atomic is atomic with respect to every other path to the same word.
 //! 9. A region may be in several parts, and parts may overlap. Where bytes that are written overlap, which of them stay is not
-//!    defined, but each byte is one of those that were to be written there.
+//!    defined, but each byte is one of those that were to be written there. With checksums such a write may end with `Protocol`
+//!    instead: what arrived is compared where it lies.
 
 pub(crate) mod direct;
 pub(crate) mod gpu;

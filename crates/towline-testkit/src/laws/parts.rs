@@ -122,7 +122,8 @@ pub fn parts_share_a_region_and_overlap(bench: &Bench) {
             .iter()
             .enumerate()
             .map(|(part, local)| Part::new(&remote, local).at(at(part), at(part), wide));
-        outcome(bench.user.write_parts(overlapping).start()).unwrap();
+        // With checksums a block whose bytes another one replaces may end as damaged.
+        outcome(bench.user.write_parts(overlapping).checked(false).start()).unwrap();
         outcome(bench.user.read(&remote, &locals[0]).start()).unwrap();
         locals[0].read_at(0, &mut bytes).unwrap();
         // Of each byte, and not of each word: what comes over several connections may end anywhere.

@@ -58,7 +58,7 @@ int nixl_capi_xfer_dlist_add_desc(struct list *list, size_t address, size_t leng
     return nixl_capi_reg_dlist_add_desc(list, address, length, device, NULL, 0);
 }
 int nixl_capi_destroy_xfer_dlist(struct list *list) { free(list); return 0; }
-static int note(const char *what, const char *agent, struct list *list) {
+static int call(const char *what, const char *agent, struct list *list) {
     char text[256];
     int end = snprintf(text, sizeof text, "%s %.4s kind %d device %d length %zu", what, agent, list->kind,
                        list->kind == 0 ? -1 : (int)list->device, list->length);
@@ -66,8 +66,8 @@ static int note(const char *what, const char *agent, struct list *list) {
     note(text);
     return 0;
 }
-int nixl_capi_register_mem(void *agent, struct list *list, void *args) { return note("register", agent, list); }
-int nixl_capi_deregister_mem(void *agent, struct list *list, void *args) { return note("deregister", agent, list); }
+int nixl_capi_register_mem(void *agent, struct list *list, void *args) { return call("register", agent, list); }
+int nixl_capi_deregister_mem(void *agent, struct list *list, void *args) { return call("deregister", agent, list); }
 int nixl_capi_get_local_partial_md(void *agent, struct list *list, void **data, size_t *length, void *args) {
     char text[256];
     *length = (size_t)snprintf(text, sizeof text, "%s %zx %d", (char *)agent, list->address, (int)list->device);
@@ -80,8 +80,8 @@ int nixl_capi_load_remote_md(void *agent, const void *data, size_t length, char 
     return 0;
 }
 int nixl_capi_create_xfer_req(void *agent, int op, struct list *near, struct list *far, const char *peer, void **request, void *args) {
-    note(op == 0 ? "read into" : "write from", agent, near);
-    note(op == 0 ? "read from" : "write into", peer, far);
+    call(op == 0 ? "read into" : "write from", agent, near);
+    call(op == 0 ? "read from" : "write into", peer, far);
     *request = malloc(1);
     return 0;
 }

@@ -51,8 +51,8 @@ unsafe impl Storage for OnGpu {
 const LEN: usize = 65536;
 
 #[test]
-fn memory_of_a_gpu_is_calls_to_nixl_as_such_on_both_sides() {
-    let test = "memory_of_a_gpu_is_calls_to_nixl_as_such_on_both_sides";
+fn memory_of_a_gpu_is_registered_with_nixl_as_such_on_both_sides() {
+    let test = "memory_of_a_gpu_is_registered_with_nixl_as_such_on_both_sides";
     if std::env::var_os(CHILD).is_none() {
         let Some(calls) = in_a_child("gpus", test, &[]) else { return };
         let calls: Vec<_> = calls.lines().collect();

@@ -206,7 +206,7 @@ impl<'a> Request<'a> {
     /// Sets whether a checksum goes along with each block over sockets, in place of what the endpoint says.
     ///
     /// A block that does not arrive as it was sent is then an error that names it. So is one that others change while
-    /// it is being sent.
+    /// it is being sent, or replace while it arrives.
     pub fn checked(mut self, checked: bool) -> Request<'a> {
         self.checked = Some(checked);
         self
