@@ -65,8 +65,11 @@ impl<'a> Part<'a> {
         Part { what: What::Plan(plan.map(Box::new)), ..self }
     }
 
-    /// The bytes that its offsets lie within, there and here.
-    pub(super) fn within(&self) -> (u64, u64) {
-        (self.remote.len(), self.local.as_ref().map_or(0, |span| span.len() as u64))
+    /// The address of the first byte here, and the bytes that its offsets lie within, there and here.
+    #[inline]
+    pub(super) fn range(&self) -> (usize, (u64, u64)) {
+        let (base, len) =
+            self.local.as_ref().map_or((0, 0), |span| (span.core().addr + span.offset(), span.len() as u64));
+        (base, (self.remote.len(), len))
     }
 }

@@ -47,8 +47,7 @@ use crate::{Access, Error, Kind, Result, fork, room};
 pub struct Request<'a> {
     endpoint: &'a Arc<EndpointCore>,
     op: Op,
-    /// `None` once it has begun.
-    parts: Option<Result<Several<Part<'a>>>>,
+    parts: Result<Several<Part<'a>>>,
     after: After,
     limits: Option<Limits>,
     /// Both set one of them, whatever else is said.
@@ -91,7 +90,7 @@ impl<'a> Request<'a> {
         Request {
             endpoint,
             op,
-            parts: Some(parts),
+            parts,
             after: After::default(),
             limits: None,
             total: None,
@@ -104,26 +103,30 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Says what moves, in every part.
-    fn moving(mut self, what: What<'a>) -> Request<'a> {
-        if let Some(Ok(parts)) = &mut self.parts {
-            for index in 1..parts.len() {
-                parts[index].what = what.clone();
+    /// Says what moves, in every part. The request stays where it is: to move one takes as long as much of the rest.
+    #[inline]
+    fn moves(&mut self, what: What<'a>) {
+        if let Ok(parts) = &mut self.parts {
+            if parts.len() > 1 {
+                move_alike(parts, &what);
             }
             parts[0].what = what;
         }
-        self
     }
 
     /// Moves `len` bytes between those offsets. Of several parts, in each: [`Part`] says it of one.
-    pub fn at(self, remote: u64, local: u64, len: u64) -> Request<'a> {
-        self.moving(What::Span(remote, local, len))
+    #[inline]
+    pub fn at(mut self, remote: u64, local: u64, len: u64) -> Request<'a> {
+        self.moves(What::Span(remote, local, len));
+        self
     }
 
     /// Moves several ranges, each given as remote offset, local offset and length. A list that is handed over, as a `Vec`, is
     /// not copied.
-    pub fn spans(self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Request<'a> {
-        self.moving(What::Spans(spans.into()))
+    #[inline]
+    pub fn spans(mut self, spans: impl Into<Cow<'a, [(u64, u64, u64)]>>) -> Request<'a> {
+        self.moves(What::Spans(spans.into()));
+        self
     }
 
     /// Moves blocks by index: the n-th remote index pairs with the n-th local index. The layouts are relative to the
@@ -146,15 +149,17 @@ impl<'a> Request<'a> {
     /// endpoint.read(&remote, &local).blocks(&pages, Arc::clone(&kept), &pages, vec![0u32, 1, 2]).start()?.wait()?;
     /// # Ok::<(), towline::Error>(())
     /// ```
+    #[inline]
     pub fn blocks(
-        self,
+        mut self,
         remote: &Layout,
         remote_indices: impl Into<IndexList<'a>>,
         local: &Layout,
         local_indices: impl Into<IndexList<'a>>,
     ) -> Request<'a> {
         let listed = Listed::new(remote, remote_indices.into(), local, local_indices.into());
-        self.moving(What::Blocks(Box::new(listed)))
+        self.moves(What::Blocks(Box::new(listed)));
+        self
     }
 
     /// Raises a 64-bit counter of the remote region, of the first part's where there are several, once all bytes are visible to its
@@ -252,8 +257,7 @@ impl<'a> Request<'a> {
     /// left to the workers, and to a caller that [waits](Transfer::wait). So is the check of long lists: see [`blocks`](Self::blocks).
     pub fn start(mut self) -> Result<Transfer> {
         let op = self.op.name();
-        let parts = self.parts.as_ref().and_then(|parts| parts.as_ref().ok());
-        let peer = parts.map(|parts| parts.first().remote.peer());
+        let peer = self.parts.as_ref().ok().map(|parts| parts.first().remote.peer());
         self.begin().map_err(|error| {
             let error = error.during(op);
             match peer {
@@ -267,26 +271,28 @@ impl<'a> Request<'a> {
     fn begin(&mut self) -> Result<Transfer> {
         fork::guard(self.op.name())?;
         self.endpoint.registry.check_open(self.op.name())?;
-        let none = || Error::invalid("read", "a transfer of no parts");
-        let asked = self.parts.take().ok_or_else(none)??;
+        let asked = self.parts.as_ref().map_err(Error::clone)?;
         if let Some(signal) = self.after.signal
             && signal.part >= asked.len()
         {
             let message = format!("a signal in part {} of {}", signal.part, asked.len());
             return Err(Error::invalid(self.op.name(), message));
         }
-        let (part, others) = asked.split();
-        let (first, count) = (part.remote, 1 + others.len());
-        let taken = self.prepare(0, first, &part).map_err(|error| naming(0, count, error))?;
+        let (first, count) = (asked.first().remote, asked.len());
+        let taken = self.prepare(0, first, asked.first()).map_err(|error| naming(0, count, error))?;
         let (path, near) = (taken.path, taken.is_on_gpu());
         let mut counters = Several::one(taken.counters);
-        let mut parts = Several::one(taken.submitted(part));
+        let range = asked.first().range();
+        let mut others = Vec::new();
         let mut together = true;
-        for (index, part) in (1..).zip(others) {
-            let taken = self.prepare(index, first, &part).map_err(|error| naming(index, count, error))?;
-            together &= taken.goes_with(path) && taken.is_on_gpu() == near;
-            counters.push(self.op.name(), taken.counters)?;
-            parts.push(self.op.name(), taken.submitted(part))?;
+        for index in 1..count {
+            let part = &self.parts.as_ref().map_err(Error::clone)?[index];
+            let next = self.prepare(index, first, part).map_err(|error| naming(index, count, error))?;
+            together &= next.goes_with(path) && next.is_on_gpu() == near;
+            counters.push(self.op.name(), next.counters)?;
+            let range = part.range();
+            let what = self.take_what(index);
+            room::push(self.op.name(), &mut others, next.submitted(range, what))?;
         }
         let terms = Terms {
             after: std::mem::take(&mut self.after),
@@ -298,10 +304,14 @@ impl<'a> Request<'a> {
             portion: false,
             above: None,
         };
+        let what = self.take_what(0);
         let (op, then) = (self.op, &mut self.then);
-        let (counted, joint) = (&counters, if together { None } else { Some(joint(op, &parts, path.name)?) });
+        let counted = &counters;
         let mut on_end = |parts: &Several<SubmittedPart<'_>>| counting(op, counted, parts, then.take());
+        // Made where it stays: it is large, and what a small request takes is the time to move it.
+        let parts = Several::with(taken.submitted(range, what), others);
         let mut submission = Submission::new(op, parts, terms, &mut on_end);
+        let joint = if together { None } else { Some(joint(op, &submission.parts, path.name)?) };
         let link = joint.as_ref().unwrap_or(&path.attachment.link);
         let ended = match link.submit(&mut submission)? {
             Started::Done(ended) => ended,
@@ -325,6 +335,13 @@ impl<'a> Request<'a> {
             then(&result, &transfer.failures());
         }
         Ok(transfer)
+    }
+
+    /// Takes out what moves in a part: a small request notices each time that more of it is moved.
+    #[inline]
+    fn take_what(&mut self, index: usize) -> What<'a> {
+        let part = self.parts.as_mut().ok().map(|parts| &mut parts[index]);
+        part.map_or(What::Nothing, |part| std::mem::replace(&mut part.what, What::Nothing))
     }
 
     /// Checks one part, and finds its path.
@@ -464,11 +481,18 @@ impl<'a> Taken<'a> {
         path.name == self.path.name && kind(&path.attachment.link) == kind(&self.path.attachment.link)
     }
 
+    /// The part as paths get it.
     #[inline]
-    fn submitted(self, part: Part<'a>) -> SubmittedPart<'a> {
-        let base = part.local.as_ref().map_or(0, |span| span.core().addr + span.offset());
-        let within = part.within();
-        SubmittedPart::new(&self.path.attachment.link, self.local, base, part.what, within)
+    fn submitted(self, (base, within): (usize, (u64, u64)), what: What<'a>) -> SubmittedPart<'a> {
+        SubmittedPart::new(&self.path.attachment.link, self.local, base, what, within)
+    }
+}
+
+/// Says what moves in the parts behind the first.
+#[cold]
+fn move_alike<'a>(parts: &mut Several<Part<'a>>, what: &What<'a>) {
+    for index in 1..parts.len() {
+        parts[index].what = what.clone();
     }
 }
 

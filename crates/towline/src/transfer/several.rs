@@ -18,6 +18,12 @@ impl<T> Several<T> {
         Several { first, others: Vec::new() }
     }
 
+    /// That one, and the others.
+    #[inline]
+    pub(crate) fn with(first: T, others: Vec<T>) -> Several<T> {
+        Several { first, others }
+    }
+
     /// All of a list; `None` where it is empty.
     ///
     /// # Errors
@@ -31,12 +37,6 @@ impl<T> Several<T> {
     /// One more, of that many in all.
     pub(crate) fn push(&mut self, op: &'static str, one: T) -> Result<()> {
         room::push(op, &mut self.others, one)
-    }
-
-    /// The first, and the others.
-    #[inline]
-    pub(crate) fn split(self) -> (T, Vec<T>) {
-        (self.first, self.others)
     }
 
     #[inline]

@@ -70,6 +70,16 @@ impl Clone for What<'_> {
 }
 
 impl What<'_> {
+    /// The one range that moves, where there is one: remote offset, local offset and length.
+    #[inline]
+    fn range(&self, local_len: u64) -> Option<(u64, u64, u64)> {
+        match self {
+            What::Whole => Some((0, 0, local_len)),
+            What::Span(remote, local, len) => Some((*remote, *local, *len)),
+            _ => None,
+        }
+    }
+
     fn into_owned(self, op: Op) -> Result<What<'static>> {
         Ok(match self {
             What::Nothing => What::Nothing,
@@ -102,7 +112,8 @@ pub(crate) struct SubmittedPart<'a> {
 }
 
 impl<'a> SubmittedPart<'a> {
-    #[inline]
+    // In place, as the submission.
+    #[inline(always)]
     pub(crate) fn new(
         region: &'a Arc<dyn Link>,
         local: Option<RegionUse>,
@@ -179,12 +190,22 @@ impl<'a> SubmittedPart<'a> {
 
     #[inline]
     fn plan(&mut self, op: Op) -> Result<()> {
-        if matches!(self.pieces, Pieces::Unplanned) {
-            let what = std::mem::replace(&mut self.what, What::Nothing);
-            (self.pieces, self.bytes, self.blocks) = checked(op, what, self.within)?;
-            check_elements(op, self.pieces.as_slice())?;
+        if !matches!(self.pieces, Pieces::Unplanned) {
+            return Ok(());
         }
-        Ok(())
+        match self.what.range(self.within.1) {
+            Some(range) => {
+                check_range(op, range, self.within)?;
+                let (remote, local, len) = range;
+                self.pieces = Pieces::One([Piece { remote, local, len }]);
+                (self.bytes, self.blocks) = (len, 1);
+            }
+            None => {
+                let what = std::mem::replace(&mut self.what, What::Nothing);
+                (self.pieces, self.bytes, self.blocks) = checked(op, what, self.within)?;
+            }
+        }
+        check_elements(op, self.pieces.as_slice())
     }
 }
 
@@ -403,9 +424,10 @@ impl<'a> Submission<'a> {
         for index in 0..count {
             let part = &mut self.parts[index];
             (part.bytes, part.blocks) = part.size().map_err(|error| naming(index, count, error))?;
-            if matches!(part.what, What::Span(..) | What::Whole) {
-                checked(op, part.what.clone(), part.within)
-                    .and_then(|(pieces, ..)| check_elements(op, pieces.as_slice()))
+            if let Some(range) = part.what.range(part.within.1) {
+                let (remote, local, len) = range;
+                check_range(op, range, part.within)
+                    .and_then(|()| check_elements(op, &[Piece { remote, local, len }]))
                     .map_err(|error| naming(index, count, error))?;
             }
         }
@@ -487,6 +509,7 @@ fn too_long() -> Error {
 }
 
 /// A reduction acts on whole elements, all of them aligned alike: otherwise some would be applied and others not.
+#[inline]
 fn check_elements(op: Op, pieces: &[Piece]) -> Result<()> {
     let Op::Reduce(_, dtype) = op else { return Ok(()) };
     let size = dtype.size() as u64;
@@ -505,41 +528,47 @@ fn sum(spans: &[(u64, u64, u64)]) -> Result<u64> {
 }
 
 /// The pieces of what is asked for, which lie within both sides; their bytes and their blocks.
-fn checked(op: Op, what: What<'_>, (remote_len, local_len): (u64, u64)) -> Result<(Pieces, u64, u64)> {
-    let (remote, local, len) = match what {
-        What::Nothing => return Ok((Pieces::None, 0, 1)),
-        What::Whole => (0, 0, local_len),
-        What::Span(remote, local, len) => (remote, local, len),
-        what @ (What::Plan(_) | What::Spans(_) | What::Blocks(_)) => {
-            let plan = match what {
-                What::Plan(plan) => plan?,
-                What::Spans(spans) => Box::new(Plan::spans(&spans)?),
-                What::Blocks(list) => Box::new(list.plan()?),
-                _ => Box::new(Plan::nothing()),
-            };
-            plan.check_bounds(remote_len, local_len)?;
-            if plan.is_empty() {
-                return Err(Error::invalid(op.name(), "a transfer of no bytes"));
-            }
-            let (bytes, blocks) = (plan.bytes(), plan.block_count());
-            return Ok((Pieces::Many(plan), bytes, blocks));
-        }
+fn checked(op: Op, what: What<'_>, within: (u64, u64)) -> Result<(Pieces, u64, u64)> {
+    if let Some(range) = what.range(within.1) {
+        check_range(op, range, within)?;
+        let (remote, local, len) = range;
+        return Ok((Pieces::One([Piece { remote, local, len }]), len, 1));
+    }
+    let plan = match what {
+        What::Plan(plan) => plan?,
+        What::Spans(spans) => Box::new(Plan::spans(&spans)?),
+        What::Blocks(list) => Box::new(list.plan()?),
+        _ => return Ok((Pieces::None, 0, 1)),
     };
+    plan.check_bounds(within.0, within.1)?;
+    if plan.is_empty() {
+        return Err(Error::invalid(op.name(), "a transfer of no bytes"));
+    }
+    let (bytes, blocks) = (plan.bytes(), plan.block_count());
+    Ok((Pieces::Many(plan), bytes, blocks))
+}
+
+/// Checks that one range lies within both sides.
+#[inline]
+fn check_range(
+    op: Op,
+    (remote, local, len): (u64, u64, u64),
+    (remote_len, local_len): (u64, u64),
+) -> Result<()> {
     let inside = |offset: u64, whole: u64| offset.checked_add(len).is_some_and(|end| end <= whole);
     if len == 0 {
         return Err(Error::invalid(op.name(), "a transfer of no bytes"));
     }
     if !inside(remote, remote_len) {
-        return Err(Error::invalid(
-            op.name(),
-            format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes"),
-        ));
+        let message =
+            format!("{len} bytes at offset {remote} do not lie within the remote's {remote_len} bytes");
+        return Err(Error::invalid(op.name(), message));
     }
     if !inside(local, local_len) {
         let message = format!("{len} bytes at offset {local} do not lie within the local {local_len} bytes");
         return Err(Error::invalid(op.name(), message));
     }
-    Ok((Pieces::One([Piece { remote, local, len }]), len, 1))
+    Ok(())
 }
 
 /// One piece needs no allocation: small reads are the ones that are counted in nanoseconds.
