@@ -5,7 +5,9 @@ use std::borrow::Cow;
 use super::Remote;
 use crate::Result;
 use crate::layout::{IndexList, Layout, Listed, Plan};
-use crate::region::Span;
+use crate::memory::Place;
+use crate::region::{RegionUse, Span};
+use crate::transfer::Op;
 use crate::transfer::submission::What;
 
 /// One part of a request over several regions of one peer: see [`Endpoint::read_parts`](crate::Endpoint::read_parts).
@@ -63,6 +65,21 @@ impl<'a> Part<'a> {
     /// Moves what a plan says.
     pub(crate) fn planned(self, plan: Result<Plan>) -> Part<'a> {
         Part { what: What::Plan(plan.map(Box::new)), ..self }
+    }
+
+    /// Keeps the local region in use, where there is one.
+    #[inline(always)]
+    pub(super) fn begin_use(&self, op: Op) -> Result<Option<RegionUse>> {
+        match &self.local {
+            Some(span) => span.core().begin_use(op.name()).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether the local memory is on a GPU.
+    #[inline]
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.local.as_ref().is_some_and(|span| matches!(span.core().place, Place::Cuda(_)))
     }
 
     /// The address of the first byte here, and the bytes that its offsets lie within, there and here.

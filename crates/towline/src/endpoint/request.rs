@@ -13,7 +13,7 @@ use crate::cuda::StreamHandle;
 use crate::layout::{IndexList, Layout, Listed};
 use crate::memory::Place;
 use crate::notify::MAX_MESSAGE;
-use crate::region::{RegionUse, Span, no_words};
+use crate::region::{Span, no_words};
 use crate::route::{Capabilities, Routing};
 use crate::transfer::submission::{Link, Started, Submission, SubmittedPart, Terms, What, naming};
 use crate::transfer::{After, Limits, OnEnd, Op, Several, Signal, Transfer};
@@ -279,20 +279,24 @@ impl<'a> Request<'a> {
             return Err(Error::invalid(self.op.name(), message));
         }
         let (first, count) = (asked.first().remote, asked.len());
-        let taken = self.prepare(0, first, asked.first()).map_err(|error| naming(0, count, error))?;
-        let (path, near) = (taken.path, taken.is_on_gpu());
-        let mut counters = Several::one(taken.counters);
-        let range = asked.first().range();
+        let named = |index, error| naming(index, count, error);
+        let part = asked.first();
+        let (path, of_path) = self.prepare(0, first, part).map_err(|error| named(0, error))?;
+        let local = part.begin_use(self.op).map_err(|error| named(0, error))?;
+        let (range, near) = (part.range(), part.is_on_gpu());
+        let mut counters = Several::one(of_path);
         let mut others = Vec::new();
         let mut together = true;
         for index in 1..count {
             let part = &self.parts.as_ref().map_err(Error::clone)?[index];
-            let next = self.prepare(index, first, part).map_err(|error| naming(index, count, error))?;
-            together &= next.goes_with(path) && next.is_on_gpu() == near;
-            counters.push(self.op.name(), next.counters)?;
-            let range = part.range();
+            let (next, of_next) = self.prepare(index, first, part).map_err(|error| named(index, error))?;
+            let local = part.begin_use(self.op).map_err(|error| named(index, error))?;
+            together &= go_together(next, path) && part.is_on_gpu() == near;
+            counters.push(self.op.name(), of_next)?;
+            let (base, within) = part.range();
             let what = self.take_what(index);
-            room::push(self.op.name(), &mut others, next.submitted(range, what))?;
+            let part = SubmittedPart::new(&next.attachment.link, local, base, what, within);
+            room::push(self.op.name(), &mut others, part)?;
         }
         let terms = Terms {
             after: std::mem::take(&mut self.after),
@@ -309,7 +313,9 @@ impl<'a> Request<'a> {
         let counted = &counters;
         let mut on_end = |parts: &Several<SubmittedPart<'_>>| counting(op, counted, parts, then.take());
         // Made where it stays: it is large, and what a small request takes is the time to move it.
-        let parts = Several::with(taken.submitted(range, what), others);
+        let (base, within) = range;
+        let part = SubmittedPart::new(&path.attachment.link, local, base, what, within);
+        let parts = Several::with(part, others);
         let mut submission = Submission::new(op, parts, terms, &mut on_end);
         let joint = if together { None } else { Some(joint(op, &submission.parts, path.name)?) };
         let link = joint.as_ref().unwrap_or(&path.attachment.link);
@@ -346,7 +352,12 @@ impl<'a> Request<'a> {
 
     /// Checks one part, and finds its path.
     #[inline]
-    fn prepare<'r>(&self, index: usize, first: &Remote, part: &Part<'r>) -> Result<Taken<'r>> {
+    fn prepare<'r>(
+        &self,
+        index: usize,
+        first: &Remote,
+        part: &Part<'r>,
+    ) -> Result<(&'r UsablePath, &'r Arc<Counters>)> {
         let remote = part.remote;
         Request::check_sides(self.op.name(), self.endpoint, first, remote, part.local.as_ref())?;
         let signal = self.after.signal.filter(|signal| signal.part == index);
@@ -354,12 +365,8 @@ impl<'a> Request<'a> {
         self.check_after(remote, signal)?;
         let (path, counters) = remote.pick(self.needs(signal), self.routing.as_deref())?;
         path.attachment.ready().map_err(|error| error.on(path.name))?;
-        let local = match &part.local {
-            Some(span) => Some(span.core().begin_use(self.op.name())?),
-            None => None,
-        };
-        self.check_stream(remote, local.as_ref())?;
-        Ok(Taken { path, counters, local })
+        self.check_stream(part)?;
+        Ok((path, counters))
     }
 
     /// Checks that both sides of a part are this endpoint's, that its owner is that of the first part, and that bytes can move between them.
@@ -450,42 +457,21 @@ impl<'a> Request<'a> {
     }
 
     #[inline]
-    fn check_stream(&self, remote: &Remote, local: Option<&RegionUse>) -> Result<()> {
-        let on_gpu = |place| matches!(place, Place::Cuda(_));
-        let local = local.map(|local| local.core().place);
-        if self.stream.is_none() || on_gpu(remote.place()) || local.is_some_and(on_gpu) {
+    fn check_stream(&self, part: &Part<'_>) -> Result<()> {
+        if self.stream.is_none() || matches!(part.remote.place(), Place::Cuda(_)) || part.is_on_gpu() {
             return Ok(());
         }
         Err(Error::invalid(self.op.name(), "a stream orders copies on a GPU, and neither side is on one"))
     }
 }
 
-/// What a part was found to need: its path, where what moves is counted, and the use of its local region.
-struct Taken<'a> {
-    path: &'a UsablePath,
-    counters: &'a Arc<Counters>,
-    local: Option<RegionUse>,
-}
-
-impl<'a> Taken<'a> {
-    fn is_on_gpu(&self) -> bool {
-        self.local.as_ref().is_some_and(|local| matches!(local.core().place, Place::Cuda(_)))
-    }
-
-    /// Whether it goes over the link of that path: its owner is the same.
-    fn goes_with(&self, path: &UsablePath) -> bool {
-        let kind = |link: &Arc<dyn Link>| {
-            let link: &dyn Any = &**link;
-            link.type_id()
-        };
-        path.name == self.path.name && kind(&path.attachment.link) == kind(&self.path.attachment.link)
-    }
-
-    /// The part as paths get it.
-    #[inline]
-    fn submitted(self, (base, within): (usize, (u64, u64)), what: What<'a>) -> SubmittedPart<'a> {
-        SubmittedPart::new(&self.path.attachment.link, self.local, base, what, within)
-    }
+/// Whether regions of one owner that take these paths go over one link.
+fn go_together(one: &UsablePath, other: &UsablePath) -> bool {
+    let kind = |path: &UsablePath| {
+        let link: &dyn Any = &*path.attachment.link;
+        link.type_id()
+    };
+    one.name == other.name && kind(one) == kind(other)
 }
 
 /// Says what moves in the parts behind the first.
