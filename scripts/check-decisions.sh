@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks that every decision has the form that docs/decisions/README.md asks for and stands in its index, and that the files and tests are there that the
-# threat model names.
+# threat model and ARCHITECTURE.md name.
 set -euo pipefail
 cd "$(dirname "$0")/../docs/decisions"
 
@@ -26,8 +26,8 @@ done < <(grep -oE '\([0-9]{4}-[a-z0-9-]+\.md\)' README.md | tr -d '()')
 numbers=$(printf '%s\n' [0-9]*.md | cut -c1-4 | sort | uniq -d)
 [[ -z $numbers ]] || complain README.md "these numbers are used twice: $numbers"
 while IFS= read -r test; do
-  [[ -n $(find ../../crates -path "*/$test" -print -quit) ]] || complain ../threat-model.md "it names $test, which does not exist"
-done < <(grep -oE '`[a-z_/]+\.rs`' ../threat-model.md | tr -d '`' | sort -u)
+  [[ -n $(find ../../crates -path "*/$test" -print -quit) ]] || complain ../threat-model.md "it, or ARCHITECTURE.md, names $test, which does not exist"
+done < <(grep -ohE '`[a-z_/]+\.rs`' ../threat-model.md ../../ARCHITECTURE.md | tr -d '`' | sort -u)
 names=$(grep -rhoE '\b(fn|def) [a-z0-9_]+' --include=*.rs --include=*.py ../../crates ../../bindings/python/tests | cut -d' ' -f2)
 while IFS= read -r test; do
   grep -qx "$test" <<<"$names" || complain ../threat-model.md "it names the test $test, which does not exist"
